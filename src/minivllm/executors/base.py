@@ -1,0 +1,23 @@
+"""The executor interface: weights and one step of the model, on one device."""
+
+from typing import Protocol
+
+from minivllm.batch import Batch, SamplingBatch, StepResult
+
+
+class Executor(Protocol):
+    """Runs the decoder over a paged KV pool. Constructed by ``minivllm.factory`` with a model and a pool.
+
+    Two exist: ``executors.native`` (C++, CPU) and ``executors.torch_`` (readable reference, CPU and CUDA).
+    An executor owns the weights and the only code that touches the pool's memory.
+    """
+
+    name: str  #: "native" or "torch"
+    device: str  #: "cpu", "cuda"
+
+    def execute(self, batch: Batch, sampling: SamplingBatch) -> StepResult:
+        """One step: copy blocks, write K and V of every row, attend, and draw a token for each logit row.
+
+        The step is a pure function of its arguments, the weights and the pool.
+        """
+        ...

@@ -1,0 +1,59 @@
+"""KVPool: the pre-allocated memory that holds every key and value, and its geometry.
+
+Layout, row-major:  [num_layers, 2 (K, V), num_blocks, num_kv_heads, block_size, head_dim]
+so that one head of one block is a contiguous tile [block_size, head_dim]. Knows nothing of sequences.
+"""
+
+import mmap
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+KVDtype = Literal["float32", "bfloat16"]
+_ITEM_SIZE = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """Shape of the pool. ``block_size`` counts tokens, ``num_blocks`` physical blocks."""
+
+    num_layers: int
+    num_blocks: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: KVDtype
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int, int]:
+        """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]."""
+        return (self.num_layers, 2, self.num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers, K and V."""
+        return (
+            self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * _ITEM_SIZE[self.dtype]
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.bytes_per_block * self.num_blocks
+
+
+@dataclass(frozen=True)
+class KVPool:
+    """Host memory of the geometry: page-aligned, zeroed. (CUDA: the torch executor reserves a tensor.)"""
+
+    geometry: KVGeometry
+    data: npt.NDArray[Any]  #: of ``geometry.shape``; float32, or uint16 bit patterns for bfloat16
+
+    @classmethod
+    def reserve(cls, geometry: KVGeometry) -> "KVPool":
+        """Reserve host memory for the geometry."""
+        buffer = mmap.mmap(-1, geometry.num_bytes)
+        dtype = np.float32 if geometry.dtype == "float32" else np.uint16
+        return cls(geometry, np.frombuffer(buffer, dtype=dtype).reshape(geometry.shape))

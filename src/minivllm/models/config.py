@@ -1,0 +1,86 @@
+"""ModelConfig: everything that the one decoder must know to be NanoGPT, GPT-2 or Llama.
+
+Executors obey this description; they know no model names. A field of a checkpoint that changes the
+arithmetic and has no counterpart here must be refused by its loader, by name.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Norm = Literal["layernorm", "rmsnorm"]
+Activation = Literal["gelu", "gelu_tanh", "silu"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and arithmetic of a decoder. Sizes count elements.
+
+    One layer computes, on the residual stream x:
+        x += o(attention(q(h), k(h), v(h)))   with h = attn_norm(x), rotary on q and k if ``rope_inv_freq``
+        x += down(act(gate(h)) * up(h))       with h = mlp_norm(x), if ``gated_mlp``;  else  down(act(up(h)))
+    Attention scores are scaled by head_dim ** -0.5.
+    """
+
+    kind: str  #: for messages only: "nanogpt", "gpt2", "llama", "qwen2"
+    vocab_size: int  #: rows of the embedding and of the head; cut to what the tokenizer knows
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int  #: divides num_heads; query head i reads kv head i // (num_heads // num_kv_heads)
+    head_dim: int
+    max_position: int  #: the model's own context length
+    norm: Norm
+    norm_eps: float
+    norm_bias: bool
+    activation: Activation
+    gated_mlp: bool
+    qkv_bias: bool
+    out_bias: bool  #: of the attention's output projection
+    mlp_bias: bool
+    tied_head: bool  #: the head is the token embedding; there is no ``head.weight``
+    rope_inv_freq: tuple[float, ...] | None
+    """head_dim // 2 inverse frequencies (any scaling already applied), float32 values; None: learned positions.
+
+    Rotation is by halves (GPT-NeoX): element i is paired with element i + head_dim // 2. Loaders permute
+    weights stored for interleaved pairs (GGUF).
+    """
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Canonical name → shape of every tensor that a checkpoint of this configuration has.
+
+    Matrices are [outputs, inputs], row-major: y = W @ x + b.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, hidden)}
+    if config.rope_inv_freq is None:
+        shapes["pos_embed.weight"] = (config.max_position, hidden)
+
+    def norm(name: str) -> None:
+        shapes[f"{name}.weight"] = (hidden,)
+        if config.norm_bias:
+            shapes[f"{name}.bias"] = (hidden,)
+
+    def linear(name: str, outputs: int, inputs: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (outputs, inputs)
+        if bias:
+            shapes[f"{name}.bias"] = (outputs,)
+
+    for i in range(config.num_layers):
+        layer = f"layers.{i}"
+        norm(f"{layer}.attn_norm")
+        linear(f"{layer}.q", q_size, hidden, config.qkv_bias)
+        linear(f"{layer}.k", kv_size, hidden, config.qkv_bias)
+        linear(f"{layer}.v", kv_size, hidden, config.qkv_bias)
+        linear(f"{layer}.o", hidden, q_size, config.out_bias)
+        norm(f"{layer}.mlp_norm")
+        if config.gated_mlp:
+            linear(f"{layer}.gate", inner, hidden, config.mlp_bias)
+        linear(f"{layer}.up", inner, hidden, config.mlp_bias)
+        linear(f"{layer}.down", hidden, inner, config.mlp_bias)
+    norm("final_norm")
+    if not config.tied_head:
+        linear("head", config.vocab_size, hidden, bias=False)
+    return shapes
