@@ -4,16 +4,23 @@ Knows nothing of models or tensors. What a value means exactly is defined by ``m
 """
 
 import math
+import numbers
 from collections.abc import Mapping
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from minivllm.errors import RequestError
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters
+MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_TOKENS_LIMIT = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1  # token ids are int32 everywhere
 MAX_LOGIT_BIAS = 1024  # entries
+MAX_TEMPERATURE = 100.0  # far beyond the point where every token is about equally likely
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # keeps logits finite and float32 exact enough
 
 
 @dataclass(frozen=True)
@@ -21,26 +28,164 @@ class SamplingParams:
     """Sampling settings of one request, with vLLM's names and meanings.
 
     Every value is checked on construction; what depends on the model (token ids) is checked by
-    ``check_vocabulary`` when the request is added.
+    ``check_vocabulary`` when the request is added. Numbers may be numpy's; they are kept as Python's.
+    Executors get the real numbers as float32, so a temperature below about 1e-45 is 0, greedy; any other
+    positive one is used as it is (the arithmetic is float64 and cannot overflow).
 
     Raises:
         RequestError: a value is out of range; ``param`` names the field.
     """
 
     max_tokens: int | None = 16  #: tokens to generate at most; None: up to max_model_len
-    temperature: float = 1.0  #: 0 is greedy (ties go to the lowest id)
+    temperature: float = 1.0  #: 0 is greedy (ties go to the lowest id); at most 100
     top_k: int = 0  #: keep the k likeliest tokens; 0 or -1: all
     top_p: float = 1.0  #: keep the smallest set of likeliest tokens whose probability reaches top_p
     min_p: float = 0.0  #: keep tokens at least min_p times as likely as the likeliest
-    seed: int | None = None  #: None: derived from the engine's seed and the request's ordinal
+    seed: int | None = None
+    """0 to 2**64 - 1; None: derived from the engine's seed and the request's ordinal. Negative seeds are
+    refused: for vLLM -1 means "no seed", for others it is a seed like any other."""
     stop: str | tuple[str, ...] | list[str] = ()  #: strings that end the text; normalised to a tuple
     stop_token_ids: tuple[int, ...] | list[int] = ()  #: tokens that end it, kept out of the text
     ignore_eos: bool = False  #: go on after the model's end token
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0  #: no end token, stop token or stop string ends the text before this many
-    repetition_penalty: float = 1.0  #: over prompt and output
-    presence_penalty: float = 0.0  #: over the output
-    frequency_penalty: float = 0.0  #: over the output
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  #: token id → added to its logit
+    repetition_penalty: float = 1.0  #: over prompt and output; 0.01 to 100
+    presence_penalty: float = 0.0  #: over the output; -2 to 2
+    frequency_penalty: float = 0.0  #: over the output; -2 to 2
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """token id → added to its logit, -100 to 100; normalised to a dict."""
     logprobs: int | None = None  #: the chosen token's logprob and this many of the likeliest (0–20)
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            "temperature": _real("temperature", self.temperature, 0.0, MAX_TEMPERATURE),
+            "top_k": _integer("top_k", self.top_k, -1, MAX_TOKEN_ID),
+            "top_p": _real("top_p", self.top_p, 0.0, 1.0, above_low=True),
+            "min_p": _real("min_p", self.min_p, 0.0, 1.0),
+            "stop": _stop_strings(self.stop),
+            "stop_token_ids": _stop_token_ids(self.stop_token_ids),
+            "min_tokens": _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS_LIMIT),
+            "repetition_penalty": _real(
+                "repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+            ),
+            "presence_penalty": _real("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "frequency_penalty": _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "logit_bias": _logit_bias(self.logit_bias),
+        }
+        if self.max_tokens is not None:
+            checked["max_tokens"] = _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
+        if self.seed is not None:
+            checked["seed"] = _integer("seed", self.seed, 0, 2**64 - 1)
+        if self.logprobs is not None:
+            checked["logprobs"] = _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}", name)
+        if self.max_tokens is not None and checked["min_tokens"] > checked["max_tokens"]:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens, not {self.min_tokens} with {self.max_tokens}",
+                "min_tokens",
+            )
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def check_vocabulary(self, vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> None:
+        """Check what depends on the model: its number of tokens and its end tokens.
+
+        Raises:
+            RequestError: a token id is outside the vocabulary, or ``min_tokens`` would leave no token
+                to choose before it is reached.
+        """
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise RequestError(
+                        f"{name} has token id {token_id}, but the vocabulary ends at {vocab_size - 1}",
+                        name,
+                    )
+        if self.min_tokens and len({*self.stop_token_ids, *eos_token_ids}) >= vocab_size:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, but every one of the {vocab_size} tokens ends the text",
+                "min_tokens",
+            )
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    """The value as an int within [low, high]; a bool is not an integer."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
+        raise RequestError(f"{name} must be an integer from {low} to {high}, not {_shown(value)}", name)
+    return int(value)
+
+
+def _real(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:
+    """The value as a float within [low, high], or (low, high] if ``above_low``; NaN is in no interval."""
+    number = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer beyond 1e308
+            number = math.inf
+    if not low <= number <= high or (above_low and number == low):
+        allowed = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
+        raise RequestError(f"{name} must be a number {allowed}, not {_shown(value)}", name)
+    return number
+
+
+def _listed(name: str, value: object, limit: int, what: str) -> AnySequence[object]:
+    """The value, if it is a list or tuple of at most ``limit`` entries."""
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"{name} must be a list of {what}, not {_shown(value)}", name)
+    if len(value) > limit:
+        raise RequestError(f"{name} may have at most {limit} {what}, not {len(value)}", name)
+    return value
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    strings: list[str] = []
+    entries = [value] if isinstance(value, str) else value
+    for stop in _listed("stop", entries, MAX_STOP_STRINGS, "stop strings"):
+        if not isinstance(stop, str):
+            raise RequestError(f"stop must hold strings, not {_shown(stop)}", "stop")
+        if not stop:
+            raise RequestError("stop must not hold an empty string: it would end every text at once", "stop")
+        if len(stop) > MAX_STOP_LENGTH:
+            raise RequestError(
+                f"a stop string may have at most {MAX_STOP_LENGTH} characters, not {len(stop)}", "stop"
+            )
+        strings.append(stop)
+    return tuple(dict.fromkeys(strings))
+
+
+def _stop_token_ids(value: object) -> tuple[int, ...]:
+    entries = _listed("stop_token_ids", value, MAX_STOP_TOKEN_IDS, "token ids")
+    return tuple(dict.fromkeys(_integer("stop_token_ids", entry, 0, MAX_TOKEN_ID) for entry in entries))
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise RequestError(
+            f"logit_bias must map token ids to numbers from -100 to 100, not {_shown(value)}", "logit_bias"
+        )
+    if len(value) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, not {len(value)}", "logit_bias"
+        )
+    return {
+        _integer("logit_bias", token_id, 0, MAX_TOKEN_ID): _real("logit_bias", bias, -100.0, 100.0)
+        for token_id, bias in value.items()
+    }
+
+
+def _shown(value: object) -> str:
+    """The value as it appears in a message: short, whatever a client sends."""
+    if isinstance(value, bool | float | complex) or value is None:
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value if len(value) <= 40 else value[:40] + "…")
+    if isinstance(value, numbers.Integral):
+        number = int(value)
+        if number.bit_length() <= 128:
+            return str(number)  # str() of an int of many thousand digits would raise
+        return f"a number of {number.bit_length()} bits"
+    return f"a {type(value).__name__}"

@@ -26,6 +26,7 @@ class Sequence:
     seed: int  #: the request's seed, or the one derived for it
     max_num_tokens: int  #: prompt + output, at most; the sequence finishes with "length" there
     choice: int = 0  #: index within its request
+    eos_token_ids: tuple[int, ...] = ()  #: the model's end tokens
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  #: leading tokens whose K and V are in the cache
     num_cached_tokens: int = 0  #: of these, taken from the prefix cache when it was admitted
