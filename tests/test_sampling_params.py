@@ -144,6 +144,7 @@ def test_vocabulary() -> None:
 def test_min_tokens_must_leave_a_token_to_choose() -> None:
     params = SamplingParams(min_tokens=1, stop_token_ids=[0, 1])
     params.check_vocabulary(4, eos_token_ids=(2,))
+    SamplingParams(min_tokens=1, stop_token_ids=[0, 1], ignore_eos=True).check_vocabulary(3, (2,))
     with pytest.raises(RequestError, match="every one of the 3 tokens") as caught:
         params.check_vocabulary(3, eos_token_ids=(2,))
     assert caught.value.param == "min_tokens"

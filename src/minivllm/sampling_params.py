@@ -104,7 +104,8 @@ class SamplingParams:
                         f"{name} has token id {token_id}, but the vocabulary ends at {vocab_size - 1}",
                         name,
                     )
-        if self.min_tokens and len({*self.stop_token_ids, *eos_token_ids}) >= vocab_size:
+        end_token_ids = {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
+        if self.min_tokens and len(end_token_ids) >= vocab_size:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, but every one of the {vocab_size} tokens ends the text",
                 "min_tokens",
