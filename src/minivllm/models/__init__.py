@@ -1,0 +1,1 @@
+"""Checkpoints: what the decoder looks like and where its weights are, for each file format."""

@@ -4,8 +4,11 @@ Executors obey this description; they know no model names. A field of a checkpoi
 arithmetic and has no counterpart here must be refused by its loader, by name.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+from minivllm.errors import ModelError
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "silu"]
@@ -19,6 +22,9 @@ class ModelConfig:
         x += o(attention(q(h), k(h), v(h)))   with h = attn_norm(x), rotary on q and k if ``rope_inv_freq``
         x += down(act(gate(h)) * up(h))       with h = mlp_norm(x), if ``gated_mlp``;  else  down(act(up(h)))
     Attention scores are scaled by head_dim ** -0.5.
+
+    Raises:
+        ModelError: a size is not positive or absurdly large, or sizes contradict each other.
     """
 
     kind: str  #: for messages only: "nanogpt", "gpt2", "llama", "qwen2"
@@ -40,11 +46,42 @@ class ModelConfig:
     mlp_bias: bool
     tied_head: bool  #: the head is the token embedding; there is no ``head.weight``
     rope_inv_freq: tuple[float, ...] | None
-    """head_dim // 2 inverse frequencies (any scaling already applied), float32 values; None: learned positions.
+    """head_dim // 2 inverse frequencies (scaling already applied), float32 values; None: learned positions.
 
     Rotation is by halves (GPT-NeoX): element i is paired with element i + head_dim // 2. Loaders permute
     weights stored for interleaved pairs (GGUF).
     """
+
+    def __post_init__(self) -> None:
+        for name, limit in _SIZE_LIMITS.items():
+            size = getattr(self, name)
+            if not (type(size) is int and 1 <= size <= limit):
+                raise ModelError(f"{self.kind} model: {name} is {size!r}; it must be in 1 … {limit}")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"{self.kind} model: num_heads {self.num_heads} is not a multiple of "
+                f"num_kv_heads {self.num_kv_heads}"
+            )
+        if not (math.isfinite(self.norm_eps) and self.norm_eps >= 0):
+            raise ModelError(f"{self.kind} model: norm_eps is {self.norm_eps}; it must be finite and ≥ 0")
+        if self.rope_inv_freq is not None and 2 * len(self.rope_inv_freq) != self.head_dim:
+            raise ModelError(
+                f"{self.kind} model: {len(self.rope_inv_freq)} rotary frequencies, but head_dim is "
+                f"{self.head_dim}"
+            )
+
+
+#: Far above any real model; what a file claims is held against them before anything is sized by it.
+_SIZE_LIMITS = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_layers": 4096,
+    "num_heads": 2**14,
+    "num_kv_heads": 2**14,
+    "head_dim": 2**14,
+    "max_position": 2**30,
+}
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -4,15 +4,18 @@ So peak memory at load is the executor's own copy plus one tensor. Formats live 
 and ``gguf``; this module only names what they have in common.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.models.config import ModelConfig
+from minivllm.errors import ModelError
+from minivllm.models.config import ModelConfig, tensor_shapes
+from minivllm.models.quants import bfloat16_to_float32, dequantize
 
 TensorDtype = Literal["float32", "float16", "bfloat16", "q4_0", "q4_1", "q8_0"]
 
@@ -26,11 +29,37 @@ class WeightTensor:
     dtype: TensorDtype
     data: npt.NDArray[Any]
     """float32/float16: that numpy dtype, of ``shape``; bfloat16: uint16 bit patterns, of ``shape``;
-    q*: uint8, [rows, bytes of a row] of ggml blocks of 32 weights along the inputs."""
+    q*: uint8, [rows, bytes of a row] of ggml blocks of 32 weights along the inputs.
+    C-contiguous and aligned; often a read-only view of the mapped file."""
 
     def to_float32(self) -> npt.NDArray[np.float32]:
         """The values as a float32 array of ``shape`` (a copy, unless they are float32 already)."""
-        raise NotImplementedError
+        if self.dtype == "float32":
+            return self.data
+        if self.dtype == "float16":
+            return self.data.astype(np.float32)
+        if self.dtype == "bfloat16":
+            return bfloat16_to_float32(self.data)
+        return dequantize(self.data, self.dtype)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file whose header has been checked; nothing of it is read before ``read``."""
+
+    shape: tuple[int, ...]
+    dtype: TensorDtype
+    read: Callable[[], npt.NDArray[Any]]  #: data as in ``WeightTensor``, contiguous or not
+
+    def rows(self, start: int, stop: int) -> "StoredTensor":
+        """Rows start : stop (of the first dimension), which must exist."""
+        assert 0 <= start <= stop <= self.shape[0]
+        return replace(self, shape=(stop - start, *self.shape[1:]), read=lambda: self.read()[start:stop])
+
+    def transposed(self) -> "StoredTensor":
+        """[a, b] → [b, a]; not for quantised tensors."""
+        assert not self.dtype.startswith("q")
+        return replace(self, shape=self.shape[::-1], read=lambda: self.read().T)
 
 
 @dataclass(frozen=True)
@@ -42,19 +71,71 @@ class TokenizerSource:
     data: Mapping[str, Any] | None = None  #: gguf: the ``tokenizer.*`` metadata; chars: {"itos": [...]}
 
 
-class Checkpoint(Protocol):
-    """A model on disk, checked but not yet read."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk, checked but not yet read.
+
+    Raises:
+        ModelError: on construction, where a tensor of ``tensor_shapes(config)`` is missing or has another
+            shape.
+    """
 
     config: ModelConfig
     dtype: Literal["float32", "bfloat16"]  #: what ``dtype="auto"`` means for it
     path: Path
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerSource | None
+    stored: Mapping[str, StoredTensor] = field(repr=False)  #: by canonical name
+
+    def __post_init__(self) -> None:
+        for name, shape in tensor_shapes(self.config).items():
+            if name not in self.stored:
+                raise ModelError(f"{self.path}: the tensor for {name} {list(shape)} is missing")
+            if self.stored[name].shape != shape:
+                raise ModelError(
+                    f"{self.path}: the tensor for {name} has shape {list(self.stored[name].shape)}, "
+                    f"but the configuration asks for {list(shape)}"
+                )
 
     def tensors(self) -> Iterator[WeightTensor]:
-        """Every tensor of ``tensor_shapes(config)``, once, each read when it is asked for.
+        """Every tensor of ``tensor_shapes(config)``, once, in that order, each read when it is asked for."""
+        for name, shape in tensor_shapes(self.config).items():
+            stored = self.stored[name]
+            data = np.require(stored.read(), requirements=["C", "ALIGNED"])
+            yield WeightTensor(name, shape, stored.dtype, data)
 
-        Raises:
-            ModelError: a tensor is missing or has another shape (said before the first one is yielded).
-        """
-        ...
+
+def shown(value: object) -> str:
+    """A value out of a file, in short, for an error message."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+def refuse_unused(path: Path, names: Iterable[str], used: Iterable[str]) -> None:
+    """Refuse tensors that no part of the decoder would use: the model is not the one that we know.
+
+    Raises:
+        ModelError: one of ``names`` is not in ``used``.
+    """
+    unused = sorted(set(names) - set(used))
+    if unused:
+        more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+        raise ModelError(
+            f"{path}: tensor {shown(unused[0])}{more} has no place in this model; "
+            "the checkpoint is of a variant that is not implemented"
+        )
+
+
+def map_file(path: Path) -> npt.NDArray[np.uint8]:
+    """The file's bytes, mapped read-only: uint8 [size].
+
+    Raises:
+        ModelError: the file is empty.
+        OSError: it cannot be opened.
+    """
+    if path.stat().st_size == 0:
+        raise ModelError(f"{path} is empty")
+    return np.memmap(path, dtype=np.uint8, mode="r")
