@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from minivllm.sampling_params import SamplingParams
 
@@ -58,3 +58,11 @@ class Sequence:
         """Append a generated token, whose K and V are yet to be computed."""
         self.token_ids.append(token_id)
         self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+
+
+class ScheduledSequence(NamedTuple):
+    """A sequence's part in one step: its next ``num_tokens`` uncomputed tokens."""
+
+    sequence: Sequence
+    num_tokens: int
+    yields_token: bool  #: the last of its tokens is computed, so that the next one can be drawn

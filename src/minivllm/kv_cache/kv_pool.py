@@ -4,12 +4,15 @@ Layout, row-major:  [num_layers, 2 (K, V), num_blocks, num_kv_heads, block_size,
 so that one head of one block is a contiguous tile [block_size, head_dim]. Knows nothing of sequences.
 """
 
+import contextlib
 import mmap
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from minivllm.errors import ConfigError
 
 KVDtype = Literal["float32", "bfloat16"]
 _ITEM_SIZE = {"float32": 4, "bfloat16": 2}
@@ -43,6 +46,18 @@ class KVGeometry:
         """Bytes of the whole pool."""
         return self.bytes_per_block * self.num_blocks
 
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the pool holds."""
+        return self.num_blocks * self.block_size
+
+    def __str__(self) -> str:
+        """What is reserved, in one line for people."""
+        return (
+            f"{self.num_blocks:,} blocks × {self.block_size:,} tokens = {self.num_slots:,} tokens, "
+            f"{self.num_bytes / 2**20:,.1f} MiB ({self.dtype})"
+        )
+
 
 @dataclass(frozen=True)
 class KVPool:
@@ -53,7 +68,21 @@ class KVPool:
 
     @classmethod
     def reserve(cls, geometry: KVGeometry) -> "KVPool":
-        """Reserve host memory for the geometry."""
-        buffer = mmap.mmap(-1, geometry.num_bytes)
+        """Reserve host memory for the geometry. The system hands out its pages when they are first written.
+
+        Raises:
+            ConfigError: the system refuses that much memory.
+        """
+        try:
+            # Private, so that it is ordinary memory (Python's default is shared memory, without huge pages).
+            buffer = mmap.mmap(-1, geometry.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError, ValueError) as error:
+            raise ConfigError(
+                f"the system does not give memory for a KV cache of {geometry} ({error}); "
+                f"use a smaller num_blocks or kv_cache_memory"
+            ) from None
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: fewer TLB misses; a kernel without them says EINVAL
+            with contextlib.suppress(OSError):
+                buffer.madvise(mmap.MADV_HUGEPAGE)
         dtype = np.float32 if geometry.dtype == "float32" else np.uint16
         return cls(geometry, np.frombuffer(buffer, dtype=dtype).reshape(geometry.shape))

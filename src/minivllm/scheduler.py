@@ -1,0 +1,140 @@
+"""Scheduler: which sequences compute how many tokens in the next step. One rule, no phases.
+
+Every sequence has tokens, of which the leading ones are computed. A step computes some of the difference:
+
+    token        0          num_computed_tokens               num_tokens
+                 |---- in the cache ----|---- still to compute ----|
+    prefill      |······················································|    all at once,
+    chunked      |#################|·········>                          |    or as much as the budget leaves
+    decode       |####################################################|·|    the token just drawn
+    recompute    |··········>                                           |    a preempted one: prompt and output
+
+Whenever the last token is computed, the step yields the next one.
+
+Running sequences are served in order of arrival. Each gets what it still has to compute, as far as the budget
+goes when every younger one is left one token, so that a long prompt cannot hold up the answers of others. Then
+waiting sequences are admitted in order of arrival. When blocks run out, the youngest running sequence is
+preempted: it gives back its blocks and waits at the head of the queue. So the oldest one always advances, and
+every sequence becomes the oldest.
+
+Knows nothing of tensors, text or models, and of memory only what KVCache tells.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from minivllm.kv_cache.kv_cache import KVCache
+from minivllm.sequence import FinishReason, ScheduledSequence, Sequence, SequenceStatus
+
+
+class Scheduler:
+    """Owner of the waiting and the running queue. No waiting sequence holds blocks."""
+
+    def __init__(self, kv_cache: KVCache, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.num_preemptions = 0
+        self._kv_cache = kv_cache
+        # Both oldest first, and all of running older than all of waiting.
+        self._running: list[Sequence] = []
+        self._waiting: deque[Sequence] = deque()
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks and advance in every step."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait to be admitted, or admitted again."""
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence. It must fit the pool alone: ``max_num_tokens`` at most the pool's tokens."""
+        self._waiting.append(sequence)
+
+    def schedule(self) -> list[ScheduledSequence]:
+        """Plan a step, oldest sequence first: at most the budget's tokens, with blocks reserved for each.
+
+        Sequences change only through ``commit``; a plan that is not carried out is simply made anew.
+        """
+        plan: list[ScheduledSequence] = []
+        budget = self.max_num_batched_tokens
+        while len(plan) < len(self._running):
+            sequence = self._running[len(plan)]
+            younger = len(self._running) - len(plan) - 1
+            # At least 1: admission gave each running sequence a token of the budget, and so does this rule.
+            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget - younger)
+            if not self._make_room(sequence, num_tokens):
+                break  # it was the youngest left, and is preempted
+            plan.append(_scheduled(sequence, num_tokens))
+            budget -= num_tokens
+        while self._waiting and budget > 0 and len(self._running) < self.max_num_seqs:
+            sequence = self._waiting[0]
+            # Room for all of it, not only for the first chunk: else it would soon be preempted, half computed.
+            if self._kv_cache.blocks_for(sequence.num_tokens) > self._kv_cache.num_free_blocks:
+                break
+            num_tokens = min(sequence.num_tokens, budget)
+            self._kv_cache.allocate(sequence, num_tokens)
+            self._running.append(self._waiting.popleft())
+            sequence.status = SequenceStatus.RUNNING
+            plan.append(_scheduled(sequence, num_tokens))
+            budget -= num_tokens
+        return plan
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Reserve blocks for the sequence's next tokens, preempting from the youngest on.
+
+        False: the sequence was itself the youngest, and has been preempted.
+        """
+        while not self._kv_cache.allocate(sequence, sequence.num_computed_tokens + num_tokens):
+            victim = self._running.pop()
+            self._kv_cache.free(victim)
+            victim.num_computed_tokens = 0
+            victim.status = SequenceStatus.WAITING
+            self._waiting.appendleft(victim)
+            self.num_preemptions += 1
+            if victim is sequence:
+                return False
+        return True
+
+    def commit(self, plan: Iterable[ScheduledSequence], token_ids: Iterable[int]) -> None:
+        """Record a step that was carried out: progress, the tokens drawn, and what they finish.
+
+        Args:
+            plan: as ``schedule`` gave it.
+            token_ids: one for each entry of the plan that yields a token, in order.
+        """
+        tokens = iter(token_ids)
+        for sequence, num_tokens, yields_token in plan:
+            sequence.num_computed_tokens += num_tokens
+            if not yields_token:
+                continue
+            token_id = next(tokens)
+            sequence.append(token_id)
+            params = sequence.params
+            if token_id in sequence.end_token_ids and sequence.num_output_tokens >= params.min_tokens:
+                self.finish(sequence, "stop", token_id if token_id in params.stop_token_ids else None)
+            elif sequence.num_tokens >= sequence.max_num_tokens:
+                self.finish(sequence, "length")
+
+    def finish(
+        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """End a sequence, waiting or running, and release its blocks. A finished one only gets the new reason:
+        a token can both be the last one allowed and complete a stop string.
+        """
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+        elif sequence.status is SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+        self._kv_cache.free(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+
+
+def _scheduled(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    return ScheduledSequence(
+        sequence, num_tokens, sequence.num_computed_tokens + num_tokens == sequence.num_tokens
+    )
