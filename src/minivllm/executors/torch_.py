@@ -1,0 +1,240 @@
+"""The torch executor: one step of the decoder over a paged KV cache, in plain PyTorch, on CPU or CUDA.
+
+Read this file to learn what paged attention computes. It is written to be clear and exact, not fast: it
+attends one sequence after the other, and is what the native executor is compared with. Knows nothing of
+requests or text; which block belongs to whom is in the Batch. The only file of minivllm that imports torch.
+
+Letters in the comments of shapes:
+    T   token rows of the step, those of all sequences end to end          S   sequences
+    R   rows that yield a token                                            N   rows of one sequence
+    C   context: tokens of one sequence in the cache, this step's included
+    H   query heads      Hkv   key/value heads      G = H / Hkv   query heads that share one
+    D   head_dim
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from minivllm.batch import Batch, IntArray, SamplingBatch, StepResult
+from minivllm.errors import ConfigError
+from minivllm.kv_cache.kv_pool import KVDtype, KVGeometry, KVPool
+from minivllm.models.weights import Checkpoint, WeightTensor
+from minivllm.sampler import empty_result, sample_rows
+
+try:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+except ImportError as error:
+    raise ConfigError('the torch executor needs PyTorch: pip install "minivllm[torch]"') from error
+
+HEAD_ROWS = 32  # rows whose logits exist at once: 32 × 50,000 × 4 bytes = 6.4 MB
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+class TorchExecutor:
+    """Owner of the weights, and of the pool's memory or a view of it. See ``executors.base.Executor``.
+
+    All arithmetic is float32; a dtype says how numbers are stored. So bfloat16 weights are float32 weights
+    rounded once, and K and V are attended as the pool holds them, the rows of this very step included.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self, checkpoint: Checkpoint, pool: KVPool | KVGeometry, dtype: KVDtype, device: str = "cpu"
+    ) -> None:
+        """Load the weights.
+
+        Args:
+            checkpoint: the model.
+            pool: host memory, which the executor then works in (CPU only); or a geometry, for which it
+                reserves memory on its own device.
+            dtype: that the weights are stored in; the pool has its own.
+            device: "cpu", "cuda" or "cuda:<index>".
+
+        Raises:
+            ConfigError: there is no such device, or it has too little memory.
+        """
+        self.config = checkpoint.config
+        self.device = device
+        _check_device(device)
+        try:
+            self.pool = _pool_tensor(pool, device)  # [layers, 2 (K, V), blocks, Hkv, block_size, D]
+            self.weights = {t.name: _weight(t, _DTYPES[dtype], device) for t in checkpoint.tensors()}
+        except torch.cuda.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the weights and the KV cache do not fit on {device}; use a smaller kv_cache_memory"
+            ) from error
+        head = "embed.weight" if self.config.tied_head else "head.weight"
+        self.weights["head.weight"] = self.weights[head]
+        self.block_size = self.pool.shape[4]
+        if self.config.rope_inv_freq is not None:
+            self.inv_freq = torch.tensor(self.config.rope_inv_freq, dtype=torch.float32, device=device)
+
+    def execute(self, batch: Batch, sampling: SamplingBatch) -> StepResult:
+        """One step: see ``executors.base.Executor``."""
+        with torch.inference_mode():
+            for source, destination, slots in batch.block_copies.tolist():
+                self.pool[:, :, destination, :, :slots] = self.pool[:, :, source, :, :slots]
+            x = self._residual(batch)  # [T, hidden]
+            x = self._norm(x[self._indices(batch.logit_rows)], "final_norm")  # [R, hidden]
+
+            # Never all rows × vocabulary at once: each slice of logits becomes tokens before the next is
+            # made. They are sampled on the host, by the definition itself; a faster executor samples where
+            # the logits are.
+            result = empty_result(sampling)
+            for first in range(0, len(x), HEAD_ROWS):
+                logits = self._linear(x[first : first + HEAD_ROWS], "head")  # [≤ HEAD_ROWS, vocabulary]
+                sample_rows(logits.cpu().numpy(), first, sampling, result)
+            return result
+
+    def _residual(self, batch: Batch) -> Tensor:
+        """Embeddings, then every layer: [T, hidden] before the last norm."""
+        config = self.config
+        positions = self._indices(batch.positions)
+        x = self.weights["embed.weight"][self._indices(batch.token_ids)].float()  # [T, hidden]
+        rotation = None
+        if config.rope_inv_freq is None:
+            x = x + self.weights["pos_embed.weight"][positions].float()
+        else:
+            angles = positions[:, None].float() * self.inv_freq  # [T, D / 2]
+            rotation = angles.cos()[:, None], angles.sin()[:, None]  # [T, 1, D / 2] each, for all heads
+
+        for i in range(config.num_layers):
+            layer = f"layers.{i}"
+            h = self._norm(x, f"{layer}.attn_norm")
+            q = self._linear(h, f"{layer}.q").unflatten(1, (config.num_heads, config.head_dim))  # [T, H, D]
+            k = self._linear(h, f"{layer}.k").unflatten(1, (config.num_kv_heads, config.head_dim))
+            v = self._linear(h, f"{layer}.v").unflatten(1, (config.num_kv_heads, config.head_dim))
+            if rotation is not None:
+                q, k = _rotated(q, *rotation), _rotated(k, *rotation)
+            keys, values = self.pool[i]  # [blocks, Hkv, block_size, D] each
+            self._write(keys, k, batch)
+            self._write(values, v, batch)
+            x = x + self._linear(self._attention(q, keys, values, batch).flatten(1), f"{layer}.o")
+
+            h = self._norm(x, f"{layer}.mlp_norm")
+            activation = _ACTIVATIONS[config.activation]
+            if config.gated_mlp:
+                h = activation(self._linear(h, f"{layer}.gate")) * self._linear(h, f"{layer}.up")
+            else:
+                h = activation(self._linear(h, f"{layer}.up"))
+            x = x + self._linear(h, f"{layer}.down")
+        return x
+
+    def _write(self, cache: Tensor, rows: Tensor, batch: Batch) -> None:
+        """Store K or V of the step's rows, [T, Hkv, D], each in the slot that the batch says."""
+        slots = self._indices(batch.slot_mapping)
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        cache[blocks, :, offsets] = rows.to(cache.dtype)
+
+    def _attention(self, q: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
+        """Causal attention of every row over its own sequence's blocks: [T, H, D] → [T, H, D].
+
+        A sequence's tokens lie in its blocks in order, wherever in the pool those are:
+
+            block_tables[s]  =  [ 7, 2, 9 ]                  block_size 4, context 10
+
+            pool  ... │ 2: t4 t5 t6 t7 │ ... │ 7: t0 t1 t2 t3 │ ... │ 9: t8 t9  ·  · │ ...
+
+        so gathering them by the table gives t0 … t9 and the unused end of the last block, which is cut off.
+        """
+        output = torch.empty_like(q)
+        for s, context in enumerate(batch.context_lens.tolist()):
+            start, end = batch.query_start[s : s + 2].tolist()
+            table = self._indices(batch.block_tables[s, : -(-context // self.block_size)])
+
+            # [blocks of s, Hkv, block_size, D] → [Hkv, 1, C, D]: contiguous in time, one for each KV head
+            k = keys[table].transpose(0, 1).flatten(1, 2)[:, None, :context].float()
+            v = values[table].transpose(0, 1).flatten(1, 2)[:, None, :context].float()
+            # [N, H, D] → [Hkv, G, N, D]: query head i reads KV head i // G
+            rows = q[start:end].unflatten(1, (self.config.num_kv_heads, -1)).permute(1, 2, 0, 3)
+
+            scores = rows @ k.transpose(2, 3) * self.config.head_dim**-0.5  # [Hkv, G, N, C]
+            # A row sees the tokens up to its own position; those after it in this chunk are hidden.
+            positions = self._indices(batch.positions[start:end])
+            hidden = torch.arange(context, device=q.device) > positions[:, None]  # [N, C]
+            probabilities = scores.masked_fill(hidden, -torch.inf).softmax(dim=3)
+            output[start:end] = (probabilities @ v).permute(2, 0, 1, 3).flatten(1, 2)  # [N, H, D]
+        return output
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        """LayerNorm, or RMSNorm, over the last dimension, in float32."""
+        weight, eps = self.weights[f"{name}.weight"].float(), self.config.norm_eps
+        if self.config.norm == "rmsnorm":
+            return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps) * weight
+        bias = self.weights[f"{name}.bias"].float() if self.config.norm_bias else None
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        """x @ W.T + b: [rows, inputs] → [rows, outputs]."""
+        bias = self.weights.get(f"{name}.bias")
+        return F.linear(x, self.weights[f"{name}.weight"].float(), None if bias is None else bias.float())
+
+    def _indices(self, array: IntArray) -> Tensor:
+        return torch.tensor(array, dtype=torch.int64, device=self.device)
+
+
+def default_device() -> str:
+    """What ``device="auto"`` means here: "cuda" where there is one, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def free_cuda_memory(device: str) -> int:
+    """Bytes that are free on a CUDA device.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    _check_device(device)
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def _check_device(device: str) -> None:
+    kind, _, index = device.partition(":")
+    if kind == "cpu" and not index:
+        return
+    if kind != "cuda" or (index and not index.isdecimal()):
+        raise ConfigError(f'the torch executor runs on "cpu", "cuda" or "cuda:<index>", not on {device!r}')
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {device!r} was asked for, but torch {torch.__version__} finds no CUDA device"
+        )
+    if int(index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"there is no device {device!r}: torch finds {torch.cuda.device_count()} of them")
+
+
+def _pool_tensor(pool: KVPool | KVGeometry, device: str) -> Tensor:
+    """The pool as a tensor of its geometry's shape: a view of host memory, or memory of the device."""
+    if isinstance(pool, KVGeometry):
+        return torch.zeros(pool.shape, dtype=_DTYPES[pool.dtype], device=device)
+    if device != "cpu":
+        raise ConfigError(f"a pool in host memory serves only the cpu, not {device!r}: give its geometry")
+    return torch.from_numpy(pool.data).view(_DTYPES[pool.geometry.dtype])  # uint16 bit patterns → bfloat16
+
+
+def _weight(tensor: WeightTensor, dtype: Any, device: str) -> Tensor:
+    """The tensor on the device, in its own memory; bfloat16 bits are taken as they are."""
+    if tensor.dtype == "bfloat16":
+        values = torch.from_numpy(tensor.data.copy()).view(torch.bfloat16)
+    else:
+        values = torch.from_numpy(np.array(tensor.to_float32()))
+    return values.to(device, dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding by halves: the pair (x[i], x[i + D / 2]) is turned by angle i.
+
+    x: [T, heads, D]. Su et al., "RoFormer", 2021; the pairing is GPT-NeoX's.
+    """
+    a, b = x.chunk(2, dim=2)  # [T, heads, D / 2] each
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=2)
