@@ -1,4 +1,4 @@
-"""The sampler against a naive one in plain Python, published random numbers, and what its settings promise."""
+"""The sampler against a naive one in plain Python, published random numbers, and the settings' promises."""
 
 import math
 from collections import Counter
