@@ -53,7 +53,7 @@ class StoredTensor:
 
     def rows(self, start: int, stop: int) -> "StoredTensor":
         """Rows start : stop (of the first dimension), which must exist."""
-        assert 0 <= start <= stop <= self.shape[0]
+        assert 0 <= start <= stop <= self.shape[0], "the caller has checked the shape"
         return replace(self, shape=(stop - start, *self.shape[1:]), read=lambda: self.read()[start:stop])
 
     def transposed(self) -> "StoredTensor":
@@ -112,6 +112,21 @@ def shown(value: object) -> str:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
+
+
+def split_rows(path: Path, name: str, tensor: StoredTensor, sizes: list[int]) -> list[StoredTensor]:
+    """Consecutive runs of rows, of these sizes, which must add up to all rows.
+
+    Raises:
+        ModelError: they do not.
+    """
+    if not tensor.shape or tensor.shape[0] != sum(sizes):
+        raise ModelError(
+            f"{path}: tensor {shown(name)} has shape {list(tensor.shape)}, but the configuration asks for "
+            f"{sum(sizes)} outputs"
+        )
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [tensor.rows(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
 def refuse_unused(path: Path, names: Iterable[str], used: Iterable[str]) -> None:
