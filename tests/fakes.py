@@ -1,7 +1,7 @@
 """Stand-ins for a model and a tokenizer, small enough to know exactly what they must answer.
 
-The fake executor keeps token ids where a real one keeps K and V, and its answers depend on nothing but the tokens
-read back through the block tables: a wrong table, slot or position changes the tokens that come out.
+The fake executor keeps token ids where a real one keeps K and V, and its answers depend on nothing but the
+tokens read back through the block tables: a wrong table, slot or position changes the tokens that come out.
 """
 
 import zlib
@@ -46,8 +46,7 @@ class FakeExecutor:
         self.block_size = geometry.block_size
         self.tokens = np.full(geometry.num_slots, -1, np.int32)
         self.positions = np.full(geometry.num_slots, -1, np.int32)
-        self.batches: list[Batch] = []  # sizes only: (sequences, rows)
-        self.steps: list[tuple[int, int]] = []
+        self.steps: list[tuple[int, int]] = []  #: (sequences, rows) of each
         self.fail_at: int | None = None  #: raise in this step
 
     def execute(self, batch: Batch, sampling: SamplingBatch) -> StepResult:
@@ -69,7 +68,9 @@ class FakeExecutor:
         for s in range(num_seqs):
             length = batch.context_lens[s]
             index = np.arange(length)
-            slots = batch.block_tables[s][index // self.block_size] * self.block_size + index % self.block_size
+            slots = (
+                batch.block_tables[s][index // self.block_size] * self.block_size + index % self.block_size
+            )
             used = -(-length // self.block_size)
             assert not batch.block_tables[s, used:].any(), "entries beyond the context are 0"
             assert (self.positions[slots] == index).all(), "the context is not this sequence's"

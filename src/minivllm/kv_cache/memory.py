@@ -118,8 +118,8 @@ def plan_pool(
     if capacity < required_len:
         required = math.ceil(required_len / config.block_size)
         raise ConfigError(
-            f"a KV cache of {_mib(budget)} holds {num_blocks:,} blocks, {capacity:,} tokens, but one sequence "
-            f"of {required_len:,} takes {required:,} blocks, {_mib(required * block_bytes)}"
+            f"a KV cache of {_mib(budget)} holds {num_blocks:,} blocks, {capacity:,} tokens, but one "
+            f"sequence of {required_len:,} takes {required:,} blocks, {_mib(required * block_bytes)}"
         )
     return replace(one_block, num_blocks=num_blocks), min(wanted_len, capacity)
 
