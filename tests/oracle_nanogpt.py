@@ -26,12 +26,12 @@ class NanoGPT:
         def linear(name: str, outputs: int, inputs: int, has_bias: bool = bias) -> None:
             state[f"{name}.weight"] = torch.randn(outputs, inputs, generator=generator) * 1.5 * inputs**-0.5
             if has_bias:
-                state[f"{name}.bias"] = torch.randn(outputs, generator=generator) * 0.3
+                state[f"{name}.bias"] = torch.randn(outputs, generator=generator) * 0.1
 
         def norm(name: str) -> None:
             state[f"{name}.weight"] = 1 + torch.randn(width, generator=generator) * 0.3
             if bias:
-                state[f"{name}.bias"] = torch.randn(width, generator=generator) * 0.3
+                state[f"{name}.bias"] = torch.randn(width, generator=generator) * 0.1
 
         linear("transformer.wte", model_args["vocab_size"], width, has_bias=False)
         linear("transformer.wpe", model_args["block_size"], width, has_bias=False)
