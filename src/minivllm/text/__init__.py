@@ -1,0 +1,1 @@
+"""Text to token ids and back, streams of text, and chat templates."""
