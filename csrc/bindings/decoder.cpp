@@ -1,0 +1,202 @@
+// minivllm._core.Decoder: conversion only.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "decoder.h"
+
+namespace nb = nanobind;
+using namespace minivllm;
+
+namespace {
+
+template <class T, size_t Dimensions>
+using ArrayArgument = nb::ndarray<const T, nb::ndim<Dimensions>, nb::c_contig, nb::device::cpu>;
+
+[[noreturn]] void wrong_array(const char* name) {
+    throw nb::type_error((std::string(name) + " is not a C-contiguous array of the dtype and rank that minivllm.batch "
+                                              "gives for it").c_str());
+}
+
+// The array in a field of a Batch or SamplingBatch, without copying: the object keeps it alive during the call.
+template <class T, size_t Dimensions = 1>
+Array<T> field(nb::handle object, const char* name, int64_t* columns = nullptr) {
+    ArrayArgument<T, Dimensions> array;
+    if (!nb::try_cast(object.attr(name), array, false)) wrong_array(name);
+    if (columns) *columns = static_cast<int64_t>(array.shape(1));
+    return {array.data(), static_cast<int64_t>(array.size())};
+}
+
+Number number_named(const std::string& name) {
+    if (name == "float32") return Number::f32;
+    if (name == "bfloat16") return Number::bf16;
+    throw nb::value_error(("dtype must be 'float32' or 'bfloat16', not '" + name + "'").c_str());
+}
+
+template <class Value>
+Value one_of(const std::string& name, std::initializer_list<std::pair<const char*, Value>> choices) {
+    for (const auto& [choice, value] : choices)
+        if (name == choice) return value;
+    throw nb::value_error(("the native decoder has no '" + name + "'").c_str());
+}
+
+ModelConfig model_config(nb::handle config) {
+    const auto size = [&](const char* name) { return nb::cast<int64_t>(config.attr(name)); };
+    const auto flag = [&](const char* name) { return nb::cast<bool>(config.attr(name)); };
+    const auto name = [&](const char* field) { return nb::cast<std::string>(config.attr(field)); };
+    ModelConfig c;
+    c.vocab_size = size("vocab_size");
+    c.hidden_size = size("hidden_size");
+    c.intermediate_size = size("intermediate_size");
+    c.num_layers = size("num_layers");
+    c.num_heads = size("num_heads");
+    c.num_kv_heads = size("num_kv_heads");
+    c.head_dim = size("head_dim");
+    c.max_position = size("max_position");
+    c.norm = one_of<Norm>(name("norm"), {{"layernorm", Norm::layernorm}, {"rmsnorm", Norm::rmsnorm}});
+    c.norm_eps = nb::cast<float>(config.attr("norm_eps"));
+    c.norm_bias = flag("norm_bias");
+    c.activation = one_of<Activation>(
+        name("activation"),
+        {{"gelu", Activation::gelu}, {"gelu_tanh", Activation::gelu_tanh}, {"silu", Activation::silu}});
+    c.gated_mlp = flag("gated_mlp");
+    c.qkv_bias = flag("qkv_bias");
+    c.out_bias = flag("out_bias");
+    c.mlp_bias = flag("mlp_bias");
+    c.tied_head = flag("tied_head");
+    if (nb::object frequencies = config.attr("rope_inv_freq"); !frequencies.is_none())
+        c.rope_inv_freq = nb::cast<std::vector<float>>(frequencies);
+    return c;
+}
+
+// A KVPool: its memory, held against the model and its own geometry.
+Pool pool_of(nb::handle pool, const ModelConfig& config) {
+    const nb::object geometry = pool.attr("geometry");
+    Pool result;
+    result.number = number_named(nb::cast<std::string>(geometry.attr("dtype")));
+    result.num_blocks = nb::cast<int64_t>(geometry.attr("num_blocks"));
+    result.block_size = nb::cast<int64_t>(geometry.attr("block_size"));
+    const int64_t shape[6] = {config.num_layers, 2, result.num_blocks, config.num_kv_heads, result.block_size,
+                              config.head_dim};
+    const auto memory = [&](auto array) {
+        if (!nb::try_cast(pool.attr("data"), array, false)) wrong_array("the KV pool's data");
+        for (size_t i = 0; i < 6; i++)
+            if (static_cast<int64_t>(array.shape(i)) != shape[i])
+                throw nb::value_error("the KV pool's shape does not fit the model and its geometry");
+        result.data = array.data();
+    };
+    if (result.number == Number::f32)
+        memory(nb::ndarray<float, nb::ndim<6>, nb::c_contig, nb::device::cpu>());
+    else
+        memory(nb::ndarray<uint16_t, nb::ndim<6>, nb::c_contig, nb::device::cpu>());
+    return result;
+}
+
+Batch batch_of(nb::handle batch) {
+    Batch b;
+    b.token_ids = field<int32_t>(batch, "token_ids");
+    b.positions = field<int32_t>(batch, "positions");
+    b.slot_mapping = field<int32_t>(batch, "slot_mapping");
+    b.query_start = field<int32_t>(batch, "query_start");
+    b.context_lens = field<int32_t>(batch, "context_lens");
+    b.block_tables = field<int32_t, 2>(batch, "block_tables", &b.table_width);
+    b.logit_rows = field<int32_t>(batch, "logit_rows");
+    int64_t columns;
+    b.block_copies = field<int32_t, 2>(batch, "block_copies", &columns);
+    if (columns != 3) wrong_array("block_copies");
+    return b;
+}
+
+SamplingBatch sampling_of(nb::handle sampling) {
+    SamplingBatch s;
+    s.temperature = field<float>(sampling, "temperature");
+    s.top_k = field<int32_t>(sampling, "top_k");
+    s.top_p = field<float>(sampling, "top_p");
+    s.min_p = field<float>(sampling, "min_p");
+    s.repetition_penalty = field<float>(sampling, "repetition_penalty");
+    s.presence_penalty = field<float>(sampling, "presence_penalty");
+    s.frequency_penalty = field<float>(sampling, "frequency_penalty");
+    s.seed = field<uint64_t>(sampling, "seed");
+    s.choice = field<int32_t>(sampling, "choice");
+    s.position = field<int32_t>(sampling, "position");
+    s.num_logprobs = field<int32_t>(sampling, "num_logprobs");
+    s.penalty_start = field<int32_t>(sampling, "penalty_start");
+    s.penalty_token_ids = field<int32_t>(sampling, "penalty_token_ids");
+    s.penalty_counts = field<int32_t>(sampling, "penalty_counts");
+    s.bias_start = field<int32_t>(sampling, "bias_start");
+    s.bias_token_ids = field<int32_t>(sampling, "bias_token_ids");
+    s.bias_values = field<float>(sampling, "bias_values");
+    return s;
+}
+
+// A numpy array that takes over the vector.
+template <class T>
+nb::object numpy_array(std::vector<T>&& vector, std::initializer_list<size_t> shape) {
+    auto* owned = new std::vector<T>(std::move(vector));
+    nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    return nb::cast(nb::ndarray<nb::numpy, T>(owned->data(), shape, owner));
+}
+
+nb::tuple execute(Decoder& decoder, nb::handle batch, nb::handle sampling) {
+    const Batch b = batch_of(batch);
+    const SamplingBatch s = sampling_of(sampling);
+    StepResult result = [&] {
+        nb::gil_scoped_release release;
+        return decoder.execute(b, s);
+    }();
+    const auto rows = static_cast<size_t>(result.num_rows), top = static_cast<size_t>(result.num_top);
+    return nb::make_tuple(
+        numpy_array(std::move(result.token_ids), {rows}), numpy_array(std::move(result.logprobs), {rows}),
+        numpy_array(std::move(result.ranks), {rows}), numpy_array(std::move(result.top_token_ids), {rows, top}),
+        numpy_array(std::move(result.top_logprobs), {rows, top}));
+}
+
+// float32 values, or uint16 bit patterns of bfloat16.
+template <class T>
+void load(Decoder& decoder, const std::string& name,
+          nb::ndarray<const T, nb::c_contig, nb::device::cpu> data, Number number) {
+    if (data.ndim() < 1 || data.ndim() > 2) wrong_array(name.c_str());
+    const auto rows = static_cast<int64_t>(data.shape(0));
+    const auto columns = data.ndim() == 2 ? static_cast<int64_t>(data.shape(1)) : 1;
+    nb::gil_scoped_release release;
+    decoder.load(name, data.data(), number, rows, columns);
+}
+
+}  // namespace
+
+void bind_decoder(nb::module_& module) {
+    module.def("supported_isas", &supported_isas, "Instruction sets with kernels in this build and processor, best first.");
+    nb::class_<Decoder>(module, "Decoder", "One step of a decoder over a paged KV pool (csrc/decoder.h).")
+        .def(
+            "__init__",
+            [](Decoder* self, nb::handle config, nb::handle pool, const std::string& dtype, int num_threads,
+               const std::string& isa) {
+                const ModelConfig c = model_config(config);
+                new (self) Decoder(c, pool_of(pool, c), number_named(dtype), num_threads, isa);
+            },
+            nb::arg("config"), nb::arg("pool"), nb::arg("dtype"), nb::arg("num_threads"), nb::arg("isa"),
+            nb::keep_alive<1, 3>(),
+            "ModelConfig, KVPool (written to by every step), dtype of the weights, threads, instruction set or ''.")
+        .def(
+            "load",
+            [](Decoder& self, const std::string& name, nb::handle data) {
+                nb::ndarray<const float, nb::c_contig, nb::device::cpu> floats;
+                nb::ndarray<const uint16_t, nb::c_contig, nb::device::cpu> halves;
+                if (nb::try_cast(data, floats, false))
+                    load<float>(self, name, floats, Number::f32);
+                else if (nb::try_cast(data, halves, false))
+                    load<uint16_t>(self, name, halves, Number::bf16);
+                else
+                    wrong_array(name.c_str());
+            },
+            nb::arg("name"), nb::arg("data"),
+            "Takes a copy of one tensor (float32, or uint16 bit patterns of bfloat16) under its canonical name.")
+        .def("check_complete", [](const Decoder& self) { self.model().check_complete(); },
+             "Raises ValueError if a tensor was never loaded.")
+        .def("execute", &execute, nb::arg("batch"), nb::arg("sampling"),
+             "One step: (token_ids, logprobs, ranks, top_token_ids, top_logprobs). Without the GIL.")
+        .def_prop_ro("isa", &Decoder::isa)
+        .def_prop_ro("num_threads", &Decoder::num_threads)
+        .def_prop_ro("model_bytes", [](const Decoder& self) { return self.model().num_bytes(); });
+}

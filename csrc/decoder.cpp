@@ -1,0 +1,306 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+namespace minivllm {
+namespace {
+
+constexpr int64_t kRowsAtOnce = 1024;        // bounds the memory of a step
+constexpr int64_t kQueryRows = 32;           // rows of a sequence that attend together
+constexpr int64_t kLogitBytes = 16 << 20;    // rows of logits that exist at one time
+constexpr int64_t kPartialBytes = 32 << 20;  // partial sums of attention, at most
+constexpr int64_t kMatmulRows = 96;          // rows that go past a panel before the next panel's turn
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+Decoder::Decoder(const ModelConfig& config, const Pool& pool, Number number, int num_threads, const std::string& isa)
+    : threads_(num_threads),
+      model_(config, number),
+      kernels_(kernels_for(isa)),
+      pool_(pool),
+      hidden_stride_(padded(config.hidden_size)),
+      qkv_stride_(padded(config.q_size() + 2 * config.kv_size())),
+      attention_stride_(padded(config.q_size())),
+      inner_stride_(padded(config.intermediate_size)),
+      vocab_stride_(padded(config.vocab_size)) {
+    const int64_t group = config.num_heads / config.num_kv_heads;
+    const int64_t scratch = attention_scratch_size(kQueryRows * group, config.head_dim);
+    for (int thread = 0; thread < num_threads; thread++) {
+        scratch_.emplace_back(scratch * 4);
+        samplers_.emplace_back(kernels_, config.vocab_size);
+    }
+}
+
+StepResult Decoder::execute(const Batch& batch, const SamplingBatch& sampling) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check(batch);
+    minivllm::check(sampling, batch.logit_rows.size, model_.config.vocab_size);
+    StepResult result(sampling);
+    copy_blocks(batch);
+    last_hidden_.reserve(batch.logit_rows.size * hidden_stride_ * number_size(model_.number));
+    const int64_t rows = batch.token_ids.size;
+    for (int64_t row = 0; row < rows; row += kRowsAtOnce) run_rows(batch, row, std::min(rows, row + kRowsAtOnce));
+    sample(sampling, result);
+    return result;
+}
+
+void Decoder::check(const Batch& b) const {
+    const auto fail = [](const std::string& what) { throw std::invalid_argument("batch: " + what); };
+    const auto number = [](int64_t n) { return std::to_string(n); };
+    const int64_t rows = b.token_ids.size, sequences = b.context_lens.size;
+    const int64_t num_slots = pool_.num_blocks * pool_.block_size;
+    const ModelConfig& c = model_.config;
+    if (b.positions.size != rows || b.slot_mapping.size != rows) fail("positions and slots are not for every row");
+    if (b.query_start.size != sequences + 1) fail("query_start is not for every sequence");
+    if (b.block_tables.size != sequences * b.table_width) fail("block_tables is not for every sequence");
+    if (b.query_start[0] != 0 || b.query_start[sequences] != rows) fail("query_start does not span the rows");
+    for (int64_t s = 0; s < sequences; s++) {
+        const int64_t start = b.query_start[s], end = b.query_start[s + 1], context = b.context_lens[s];
+        const std::string name = "sequence " + number(s) + ": ";
+        if (start > end) fail(name + "query_start descends");
+        if (context < end - start) fail(name + "context_lens is less than its rows");
+        const int32_t* table = b.block_tables.data + s * b.table_width;
+        const int64_t blocks = ceil_div(context, pool_.block_size);
+        if (blocks > b.table_width) fail(name + "its block table is shorter than its context");
+        for (int64_t i = 0; i < blocks; i++)
+            if (table[i] < 0 || table[i] >= pool_.num_blocks) fail(name + "there is no block " + number(table[i]));
+        for (int64_t row = start; row < end; row++) {
+            const int64_t position = b.positions[row], slot = b.slot_mapping[row];
+            if (position != context - end + row) fail(name + "positions do not lead up to context_lens");
+            if (position >= c.max_position && c.rope_inv_freq.empty())
+                fail(name + "the model has no position " + number(position));
+            if (slot < 0 || slot >= num_slots) fail(name + "there is no slot " + number(slot));
+            if (slot != table[position / pool_.block_size] * pool_.block_size + position % pool_.block_size)
+                fail(name + "slot " + number(slot) + " is not where its block table has position " + number(position));
+            if (b.token_ids[row] < 0 || b.token_ids[row] >= c.vocab_size)
+                fail(name + "there is no token " + number(b.token_ids[row]));
+        }
+    }
+    for (int64_t i = 0; i < b.logit_rows.size; i++)
+        if (b.logit_rows[i] < (i ? b.logit_rows[i - 1] + 1 : 0) || b.logit_rows[i] >= rows)
+            fail("logit_rows do not ascend within the rows");
+    for (int64_t i = 0; i + 2 < b.block_copies.size; i += 3) {
+        const int32_t* copy = b.block_copies.data + i;
+        const bool good = copy[0] >= 0 && copy[0] < pool_.num_blocks && copy[1] >= 0 && copy[1] < pool_.num_blocks &&
+                          copy[0] != copy[1] && copy[2] >= 0 && copy[2] <= pool_.block_size;
+        if (!good) fail("no copy of " + number(copy[2]) + " slots from block " + number(copy[0]) + " to " + number(copy[1]));
+    }
+}
+
+CacheLayer Decoder::cache_layer(int64_t layer) const {
+    const ModelConfig& c = model_.config;
+    const int64_t half = pool_.num_blocks * c.num_kv_heads * pool_.block_size * c.head_dim * number_size(pool_.number);
+    char* keys = static_cast<char*>(pool_.data) + 2 * layer * half;
+    return {pool_.number, keys, keys + half, c.num_kv_heads, pool_.block_size, c.head_dim};
+}
+
+void Decoder::copy_blocks(const Batch& batch) {
+    const ModelConfig& c = model_.config;
+    if (batch.block_copies.size == 0) return;
+    // In order within a layer's keys or values, in case one copy's source is another's destination.
+    threads_.run(2 * c.num_layers, [&](int64_t piece, int) {
+        const CacheLayer layer = cache_layer(piece / 2);
+        char* data = static_cast<char*>(piece % 2 ? layer.values : layer.keys);
+        const int64_t slot_bytes = c.head_dim * number_size(pool_.number), head_bytes = slot_bytes * pool_.block_size;
+        for (int64_t i = 0; i < batch.block_copies.size; i += 3) {
+            const int64_t source = batch.block_copies[i], destination = batch.block_copies[i + 1];
+            for (int64_t head = 0; head < c.num_kv_heads; head++)
+                std::memcpy(data + (destination * c.num_kv_heads + head) * head_bytes,
+                            data + (source * c.num_kv_heads + head) * head_bytes,
+                            static_cast<size_t>(batch.block_copies[i + 2] * slot_bytes));
+        }
+    });
+}
+
+// Runs body(row, row_end) over all rows: here if they are few, else in pieces of `grain`.
+template <class Body>
+void Decoder::for_rows(int64_t rows, int64_t grain, const Body& body) {
+    if (rows <= grain) return body(0, rows);
+    threads_.run(ceil_div(rows, grain),
+                 [&](int64_t piece, int) { body(piece * grain, std::min(rows, (piece + 1) * grain)); });
+}
+
+void Decoder::run_rows(const Batch& batch, int64_t row, int64_t row_end) {
+    const ModelConfig& c = model_.config;
+    const int64_t rows = row_end - row, item = number_size(model_.number);
+    residual_.reserve(rows * hidden_stride_ * 4);
+    normed_.reserve(rows * hidden_stride_ * item);
+    qkv_.reserve(rows * qkv_stride_ * 4);
+    attended_.reserve(rows * attention_stride_ * item);
+    inner_.reserve(rows * inner_stride_ * item);
+    cos_sin_.reserve(rows * c.head_dim * 4);
+    const int64_t half = c.head_dim / 2;
+    for_rows(rows, 8, [&](int64_t r, int64_t end) {
+        for (; r < end; r++) {
+            const int64_t position = batch.positions[row + r];
+            float* x = residual_.as<float>() + r * hidden_stride_;
+            model_.read_embedding(batch.token_ids[row + r], x);
+            std::fill(x + c.hidden_size, x + hidden_stride_, 0.f);
+            if (c.rope_inv_freq.empty()) {
+                const float* learned = model_.position_embedding.as<float>() + position * c.hidden_size;
+                for (int64_t i = 0; i < c.hidden_size; i++) x[i] += learned[i];
+            } else {
+                float* cos_sin = cos_sin_.as<float>() + r * c.head_dim;
+                for (int64_t i = 0; i < half; i++) {
+                    const float angle = static_cast<float>(position) * c.rope_inv_freq[static_cast<size_t>(i)];
+                    cos_sin[i] = static_cast<float>(std::cos(static_cast<double>(angle)));
+                    cos_sin[half + i] = static_cast<float>(std::sin(static_cast<double>(angle)));
+                }
+            }
+        }
+    });
+    plan_attention(batch, row, row_end);
+    for (int64_t layer = 0; layer < c.num_layers; layer++)
+        run_layer(layer, batch.slot_mapping.data + row, rows);
+    const int32_t *first = batch.logit_rows.data, *last = first + batch.logit_rows.size;
+    for (const int32_t* at = std::lower_bound(first, last, row); at < last && *at < row_end; ++at)
+        norm(model_.final_norm, residual_.as<float>() + (*at - row) * hidden_stride_, 1, last_hidden_, at - first);
+}
+
+void Decoder::run_layer(int64_t index, const int32_t* slots, int64_t rows) {
+    const ModelConfig& c = model_.config;
+    const Layer& layer = model_.layers[static_cast<size_t>(index)];
+    norm(layer.attn_norm, residual_.as<float>(), rows, normed_, 0);
+    matmul(layer.qkv, normed_, 0, hidden_stride_, rows, Epilogue::store, qkv_, qkv_stride_);
+    const RopeAndStore rope{cache_layer(index), qkv_.as<float>(), qkv_stride_, c.num_heads,
+                            c.rope_inv_freq.empty() ? nullptr : cos_sin_.as<float>(), slots};
+    for_rows(rows, 8, [&](int64_t r, int64_t end) { kernels_.rope_and_store(rope, r, end); });
+    attend(index);
+    matmul(layer.o, attended_, 0, attention_stride_, rows, Epilogue::add, residual_, hidden_stride_);
+    norm(layer.mlp_norm, residual_.as<float>(), rows, normed_, 0);
+    matmul(layer.up, normed_, 0, hidden_stride_, rows, c.gated_mlp ? Epilogue::activate_gated : Epilogue::activate,
+           inner_, inner_stride_);
+    matmul(layer.down, inner_, 0, inner_stride_, rows, Epilogue::add, residual_, hidden_stride_);
+}
+
+void Decoder::norm(const NormWeights& weights, const float* x, int64_t rows, AlignedBuffer& out, int64_t out_row) {
+    const ModelConfig& c = model_.config;
+    const NormRows job{c.norm,
+                       model_.number,
+                       x,
+                       hidden_stride_,
+                       c.hidden_size,
+                       weights.weight.as<float>(),
+                       weights.bias.as<float>(),
+                       c.norm_eps,
+                       out.as<char>() + out_row * hidden_stride_ * number_size(model_.number),
+                       hidden_stride_};
+    for_rows(rows, 8, [&](int64_t r, int64_t end) { kernels_.norm(job, r, end); });
+}
+
+void Decoder::matmul(const PackedMatrix& m, const AlignedBuffer& x, int64_t x_row, int64_t x_stride, int64_t rows,
+                     Epilogue epilogue, AlignedBuffer& out, int64_t out_stride) {
+    const Matmul job{x.as<char>() + x_row * x_stride * number_size(m.number),
+                     x_stride,
+                     m.panels.as<char>(),
+                     m.k,
+                     m.bias.as<float>(),
+                     epilogue,
+                     model_.config.activation,
+                     out.as<char>(),
+                     out_stride};
+    const auto kernel = m.number == Number::f32 ? kernels_.matmul_f32 : kernels_.matmul_bf16;
+    const int64_t units = m.num_panels / (epilogue == Epilogue::activate_gated ? 2 : 1);
+    const int64_t row_pieces = ceil_div(rows, kMatmulRows), row_grain = ceil_div(rows, row_pieces);
+    // Pieces small enough that the threads end together, large enough that claiming them costs nothing.
+    const int64_t unit_grain = std::max<int64_t>(1, units * row_pieces / (16 * threads_.num_threads()));
+    threads_.run(row_pieces * ceil_div(units, unit_grain), [&](int64_t piece, int) {
+        const int64_t row = piece % row_pieces * row_grain, unit = piece / row_pieces * unit_grain;
+        kernel(job, row, std::min(rows, row + row_grain), unit, std::min(units, unit + unit_grain));
+    });
+}
+
+// Cuts the rows into tiles, and decides whether the splits of their contexts are spread over the threads, which they
+// are if the tiles alone are too few. Either way gives the same numbers.
+void Decoder::plan_attention(const Batch& batch, int64_t row, int64_t row_end) {
+    const ModelConfig& c = model_.config;
+    tiles_.clear();
+    split_pieces_.clear();
+    int64_t sequence = std::upper_bound(batch.query_start.data, batch.query_start.data + batch.query_start.size,
+                                        static_cast<int32_t>(row)) - batch.query_start.data - 1;
+    int64_t partials = 0, most_splits = 1;
+    for (int64_t r = row; r < row_end; sequence++) {
+        const int64_t end = std::min<int64_t>(row_end, batch.query_start[sequence + 1]);
+        while (r < end) {
+            const int64_t rows = std::min(kQueryRows, end - r);
+            const int64_t splits = batch.positions[r + rows - 1] / kContextSplit + 1;
+            tiles_.push_back({{r - row, rows, batch.positions.data + r, batch.block_tables.data + sequence * batch.table_width},
+                              splits, partials});
+            partials += splits * rows * c.num_heads * partial_size(c.head_dim);
+            most_splits = std::max(most_splits, splits);
+            r += rows;
+        }
+    }
+    // The longest contexts first, so that the threads end together.
+    std::stable_sort(tiles_.begin(), tiles_.end(), [](const Tile& a, const Tile& b) {
+        return a.query.positions[a.query.rows - 1] > b.query.positions[b.query.rows - 1];
+    });
+    const int64_t threads = threads_.num_threads(), pieces = static_cast<int64_t>(tiles_.size()) * c.num_kv_heads;
+    split_ = threads > 1 && most_splits > 1 && pieces < 8 * threads && partials * 4 <= kPartialBytes;
+    if (!split_) return;
+    partials_.reserve(partials * 4);
+    for (size_t tile = 0; tile < tiles_.size(); tile++)
+        for (int64_t split = 0; split < tiles_[tile].num_splits; split++)
+            split_pieces_.emplace_back(static_cast<int32_t>(tile), static_cast<int32_t>(split));
+}
+
+void Decoder::attend(int64_t layer) {
+    const ModelConfig& c = model_.config;
+    const Attention job{cache_layer(layer),
+                        qkv_.as<float>(),
+                        qkv_stride_,
+                        c.num_heads,
+                        1.f / std::sqrt(static_cast<float>(c.head_dim)),
+                        model_.number,
+                        attended_.as<char>(),
+                        attention_stride_};
+    const int64_t pieces = static_cast<int64_t>(tiles_.size()) * c.num_kv_heads;
+    if (!split_) {
+        threads_.run(pieces, [&](int64_t piece, int thread) {
+            const Tile& tile = tiles_[static_cast<size_t>(piece / c.num_kv_heads)];
+            kernels_.attend(job, tile.query, piece % c.num_kv_heads, scratch_[static_cast<size_t>(thread)].as<float>());
+        });
+        return;
+    }
+    const int64_t group_size = c.num_heads / c.num_kv_heads * partial_size(c.head_dim);
+    const auto partials_of = [&](const Tile& tile, int64_t kv_head, int64_t split) {
+        return partials_.as<float>() + tile.partials + (kv_head * tile.num_splits + split) * tile.query.rows * group_size;
+    };
+    threads_.run(static_cast<int64_t>(split_pieces_.size()) * c.num_kv_heads, [&](int64_t piece, int thread) {
+        const auto [index, split] = split_pieces_[static_cast<size_t>(piece / c.num_kv_heads)];
+        const Tile& tile = tiles_[static_cast<size_t>(index)];
+        const int64_t kv_head = piece % c.num_kv_heads;
+        kernels_.attend_split(job, tile.query, kv_head, split, scratch_[static_cast<size_t>(thread)].as<float>(),
+                              partials_of(tile, kv_head, split));
+    });
+    threads_.run(pieces, [&](int64_t piece, int) {
+        const Tile& tile = tiles_[static_cast<size_t>(piece / c.num_kv_heads)];
+        const int64_t kv_head = piece % c.num_kv_heads;
+        kernels_.merge_splits(job, tile.query, kv_head, partials_of(tile, kv_head, 0));
+    });
+}
+
+void Decoder::sample(const SamplingBatch& sampling, StepResult& result) {
+    const int64_t slice = std::clamp<int64_t>(kLogitBytes / (4 * vocab_stride_), 6, kMatmulRows) / 6 * 6;
+    std::atomic<int64_t> failed{result.num_rows};  // the lowest such row
+    for (int64_t first = 0; first < result.num_rows; first += slice) {
+        const int64_t rows = std::min(slice, result.num_rows - first);
+        logits_.reserve(rows * vocab_stride_ * 4);
+        matmul(model_.head(), last_hidden_, first, hidden_stride_, rows, Epilogue::store, logits_, vocab_stride_);
+        threads_.run(rows, [&](int64_t r, int thread) {
+            Sampler& sampler = samplers_[static_cast<size_t>(thread)];
+            if (sampler.sample(logits_.as<float>() + r * vocab_stride_, sampling, first + r, result)) return;
+            int64_t lowest = failed.load();
+            while (first + r < lowest && !failed.compare_exchange_weak(lowest, first + r)) {}
+        });
+        if (failed.load() < result.num_rows)
+            throw std::runtime_error("logit row " + std::to_string(failed.load()) +
+                                     " has no token to choose: a logit is NaN or infinite, or every token is banned");
+    }
+}
+
+}  // namespace minivllm

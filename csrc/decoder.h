@@ -1,0 +1,104 @@
+// Decoder: one step of the model over a paged KV pool: token ids in, tokens and logprobs out.
+//
+//   block copies
+//   up to kRowsAtOnce rows at a time:
+//     embedding ─► each layer: norm ─► q, k, v ─► rotary, cache write ─► attention ─► o, + residual
+//                              norm ─► gate, up, activation ─► down, + residual
+//     final norm of the rows that yield a token
+//   head, a slice of rows at a time ─► sampler
+//
+// A row's numbers do not depend on the rows beside it, on the chunks its sequence comes in, on the block size, on
+// where the blocks lie, or on the number of threads (kernels.h says how). Rows later in the batch may read what
+// earlier ones wrote to the cache, never the reverse.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "model.h"
+#include "sampler.h"
+
+namespace minivllm {
+
+// minivllm.batch.Batch.
+struct Batch {
+    Array<int32_t> token_ids, positions, slot_mapping, query_start, context_lens;
+    Array<int32_t> block_tables;  // [S, table_width]
+    int64_t table_width;
+    Array<int32_t> logit_rows;
+    Array<int32_t> block_copies;  // [C, 3]
+};
+
+// minivllm.kv_cache.kv_pool: the memory [layers][K, V][blocks][kv_heads][block_size][head_dim], owned by the caller.
+struct Pool {
+    void* data;
+    Number number;
+    int64_t num_blocks, block_size;
+};
+
+class Decoder {
+public:
+    // Throws std::invalid_argument for an unknown isa ("" is the best one) or fewer than one thread.
+    Decoder(const ModelConfig& config, const Pool& pool, Number number, int num_threads, const std::string& isa);
+
+    void load(const std::string& name, const void* data, Number number, int64_t rows, int64_t columns) {
+        model_.load(name, data, number, rows, columns, threads_);
+    }
+
+    // Throws std::invalid_argument if the batch does not fit the model and the pool, before anything is written, and
+    // std::runtime_error if a row has no token to choose. One step at a time: a second caller waits.
+    StepResult execute(const Batch& batch, const SamplingBatch& sampling);
+
+    const Model& model() const { return model_; }
+    const char* isa() const { return kernels_.isa; }
+    int num_threads() const { return threads_.num_threads(); }
+
+private:
+    // An attention tile, and where its partial sums start when its splits are spread over threads.
+    struct Tile {
+        QueryTile query;
+        int64_t num_splits, partials;
+    };
+
+    void check(const Batch& batch) const;
+    void copy_blocks(const Batch& batch);
+    void plan_attention(const Batch& batch, int64_t row, int64_t row_end);
+    void run_rows(const Batch& batch, int64_t row, int64_t row_end);
+    void run_layer(int64_t layer, const int32_t* slots, int64_t rows);
+    void attend(int64_t layer);
+    void sample(const SamplingBatch& sampling, StepResult& result);
+
+    void matmul(const PackedMatrix& matrix, const AlignedBuffer& x, int64_t x_row, int64_t x_stride, int64_t rows,
+                Epilogue epilogue, AlignedBuffer& out, int64_t out_stride);
+    void norm(const NormWeights& weights, const float* x, int64_t rows, AlignedBuffer& out, int64_t out_row);
+    template <class Body>
+    void for_rows(int64_t rows, int64_t grain, const Body& body);
+    CacheLayer cache_layer(int64_t layer) const;
+
+    ThreadPool threads_;
+    Model model_;
+    const Kernels& kernels_;
+    const Pool pool_;
+    std::mutex mutex_;
+
+    // Widths of the rows below.
+    const int64_t hidden_stride_, qkv_stride_, attention_stride_, inner_stride_, vocab_stride_;
+    // Memory of a step, grown to what it needs. "Input": as a matmul reads it (float32 or bfloat16).
+    AlignedBuffer residual_;    // float32 [rows][hidden]
+    AlignedBuffer normed_;      // input [rows][hidden]
+    AlignedBuffer qkv_;         // float32 [rows][q, k, v]
+    AlignedBuffer attended_;    // input [rows][q]
+    AlignedBuffer inner_;       // input [rows][intermediate]
+    AlignedBuffer cos_sin_;     // float32 [rows][head_dim]
+    AlignedBuffer partials_;    // float32, see kernels.h
+    AlignedBuffer last_hidden_;  // input [logit rows][hidden]
+    AlignedBuffer logits_;      // float32 [slice][vocabulary]
+    std::vector<AlignedBuffer> scratch_;  // one for each thread, for attention
+    std::vector<Sampler> samplers_;       // one for each thread
+    std::vector<Tile> tiles_;
+    std::vector<std::pair<int32_t, int32_t>> split_pieces_;  // (tile, split)
+    bool split_ = false;
+};
+
+}  // namespace minivllm

@@ -1,0 +1,142 @@
+// The arithmetic of a decoder step, one table of functions for each instruction set (ISA).
+//
+// kernels.cpp is compiled once for each ISA; dispatch.cpp picks the table. Every function works on a piece of its
+// job, so that the caller can spread the pieces over threads. The promise that all of them keep: a row's result
+// depends on nothing but that row's own inputs. Not on how many rows there are, nor on how the job is cut up.
+// (Tables of different ISAs agree closely, not bit for bit.)
+//
+// Sizes and strides count elements. "Padded" means rounded up to kPanel; the padding of an activation row is zero
+// wherever a kernel reads it. All pointers are to distinct memory unless said otherwise.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace minivllm {
+
+constexpr int64_t kPanel = 64;         // outputs in a panel of a packed matrix
+constexpr int64_t kKeyTile = 64;       // keys that attention takes at a time, at multiples of 64
+constexpr int64_t kContextSplit = 512;  // keys that are summed up apart and then merged in order
+
+static inline constexpr int64_t padded(int64_t size) { return (size + kPanel - 1) / kPanel * kPanel; }
+
+// An activation row as a matmul reads it: float32 beside float32 weights, bfloat16 beside bfloat16 weights.
+enum class Number { f32, bf16 };
+enum class Activation { gelu, gelu_tanh, silu };
+enum class Norm { layernorm, rmsnorm };
+
+// What becomes of y = W @ x + bias.
+enum class Epilogue {
+    store,           // out = y
+    add,             // out += y, the residual stream
+    activate,        // next = act(y), as the next matmul reads it
+    activate_gated,  // next = act(y of the even panel) * (y of the odd panel)
+};
+
+// One packed matrix times the rows of x. A unit is a panel of outputs, or a gate panel and its up panel.
+struct Matmul {
+    const void* x;  // [rows][x_stride], float32 or bfloat16; bfloat16: element k is zero if k is odd
+    int64_t x_stride;
+    const void* panels;  // float32: [panels][k][kPanel]; bfloat16: [panels][ceil(k / 2)][kPanel][2]
+    int64_t k;
+    const float* bias;  // [panels][kPanel], or null
+    Epilogue epilogue;
+    Activation activation;  // for the two last epilogues
+    void* out;              // [rows][out_stride]: float32, or (activate…) a matmul's input
+    int64_t out_stride;
+};
+
+struct NormRows {
+    Norm kind;
+    Number out_number;
+    const float* x;  // [rows][x_stride]
+    int64_t x_stride;
+    int64_t size;
+    const float* weight;  // [size]
+    const float* bias;    // [size] or null
+    float eps;
+    void* out;  // [rows][out_stride], as a matmul reads it
+    int64_t out_stride;
+};
+
+// The part of the KV pool that belongs to one layer.
+struct CacheLayer {
+    Number number;
+    void* keys;    // [blocks][kv_heads][block_size][head_dim]
+    void* values;  // likewise
+    int64_t kv_heads, block_size, head_dim;
+};
+
+// Rotates q and k (in float32, by halves) and stores k and v in the cache.
+struct RopeAndStore {
+    CacheLayer cache;
+    float* qkv;  // [rows][qkv_stride]: q heads, k heads, v heads; q is rotated in place
+    int64_t qkv_stride;
+    int64_t heads;
+    const float* cos_sin;  // [rows][head_dim]: head_dim / 2 cosines, then as many sines; null: no rotation
+    const int32_t* slots;  // [rows]
+};
+
+// Rows of one sequence that attend together; they read the cache only.
+struct QueryTile {
+    int64_t row, rows;           // row … row + rows − 1 of q and out
+    const int32_t* positions;    // [rows], ascending; a row sees keys 0 … its position
+    const int32_t* block_table;  // physical blocks of the sequence
+};
+
+struct Attention {
+    CacheLayer cache;
+    const float* q;  // [rows][q_stride]
+    int64_t q_stride;
+    int64_t heads;
+    float scale;
+    Number out_number;
+    void* out;  // [rows][out_stride], heads side by side, as a matmul reads it
+    int64_t out_stride;
+};
+
+// One query head over some keys: a maximum, the sum of exp(score − maximum), and the values weighted by it.
+// In memory: maximum, sum, then the weighted values [head_dim rounded up to 16].
+static inline constexpr int64_t padded_head(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+static inline constexpr int64_t partial_size(int64_t head_dim) { return 2 + padded_head(head_dim); }
+
+// Floats of scratch memory that attention needs for tiles of up to that many (rows × heads of a group). It must be
+// zeroed before its first use, and then serve one head_dim and one thread.
+int64_t attention_scratch_size(int64_t queries, int64_t head_dim);
+
+struct Kernels {
+    const char* isa;
+
+    // rows [row, row_end) and units [unit, unit_end).
+    void (*matmul_f32)(const Matmul&, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end);
+    void (*matmul_bf16)(const Matmul&, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end);
+
+    void (*norm)(const NormRows&, int64_t row, int64_t row_end);
+    void (*rope_and_store)(const RopeAndStore&, int64_t row, int64_t row_end);
+
+    // The tile's rows and the query heads of one kv head over all their keys.
+    void (*attend)(const Attention&, const QueryTile&, int64_t kv_head, float* scratch);
+    // The same over split number `split` only, into partials [rows][heads of a group][partial_size]. A row that
+    // sees no key of the split leaves its partial unwritten.
+    void (*attend_split)(const Attention&, const QueryTile&, int64_t kv_head, int64_t split, float* scratch,
+                         float* partials);
+    // Merges partials [splits][rows][heads of a group][partial_size] in order and writes out: bit for bit what
+    // attend does. Overwrites the partials of split 0.
+    void (*merge_splits)(const Attention&, const QueryTile&, int64_t kv_head, float* partials);
+
+    // Index of the largest of n ≥ 1 logits, the first of equals; −1 if one is NaN or +inf or all are −inf.
+    int64_t (*argmax)(const float* x, int64_t n);
+    // out[i] = exp(x[i] − shift); x ≤ shift; out may be x.
+    void (*exp_double)(const double* x, double shift, double* out, int64_t n);
+
+    // The activation itself, for tests: out[i] = act(x[i]).
+    void (*activate)(Activation, const float* x, float* out, int64_t n);
+};
+
+// ISAs that this build has and this processor runs, the best first; the last always works.
+std::vector<std::string> supported_isas();
+// The table of that name, or of the best one if it is empty. Throws std::invalid_argument for any other.
+const Kernels& kernels_for(const std::string& isa);
+
+}  // namespace minivllm

@@ -1,0 +1,158 @@
+// What works on one row at a time: norm, activation, rotary and cache write, argmax. Part of kernels.cpp.
+
+// Gauss' error function complement, for x ≥ 0, as e^(−x²) · P(1 / (1 + 0.45 x)): P fitted by us to within 1e-9 of
+// erfc, in the form of Abramowitz and Stegun 7.1.26. `power` is e^(−x²).
+INLINE vf erfc(vf x, vf power) {
+    const vf t = 1.f / (1.f + 0.45f * x);
+    vf p = splat(0.0925691677f);
+    p = fma(p, t, splat(-0.4941020672f));
+    p = fma(p, t, splat(0.8571633135f));
+    p = fma(p, t, splat(-0.375798108f));
+    p = fma(p, t, splat(0.4601678766f));
+    p = fma(p, t, splat(0.2010102405f));
+    p = fma(p, t, splat(0.2589895779f));
+    return p * t * power;
+}
+
+INLINE vf activate(Activation kind, vf x) {
+    switch (kind) {
+        case Activation::silu: return x / (1.f + exp(-x));
+        case Activation::gelu: {  // x · Φ(x), Φ(x) = erfc(−x / √2) / 2
+            const vf magnitude = x < 0 ? -x : x;
+            const vf tail = .5f * erfc(magnitude * 0.70710678f, exp(x * x * -.5f));
+            return x * (x < 0 ? tail : 1.f - tail);
+        }
+        default: {  // x · (1 + tanh u) / 2 = x / (1 + e^(−2u)),  u = √(2/π) (x + 0.044715 x³)
+            const vf u = 0.79788456f * (x + 0.044715f * (x * x * x));
+            return x / (1.f + exp(-2.f * u));
+        }
+    }
+}
+
+static void activate_all(Activation kind, const float* x, float* out, int64_t n) {
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth) store(out + i, activate(kind, load(x + i)));
+    if (i < n) {
+        float lane[kWidth];
+        store_as(lane, activate(kind, load_part(x + i, n - i)));
+        __builtin_memcpy(out + i, lane, static_cast<size_t>(n - i) * 4);
+    }
+}
+
+// Σ f(x[i]), lane l taking the elements l, l + kWidth, …; f(0) must be 0.
+template <class F>
+INLINE float sum_over(const float* x, int64_t n, F f) {
+    vf sum = {};
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth) sum += f(load(x + i));
+    if (i < n) sum += f(load_part(x + i, n - i));
+    return sum_lanes(sum);
+}
+
+INLINE void put(float* to, float x) { *to = x; }
+INLINE void put(uint16_t* to, float x) { *to = narrow(x); }
+
+template <class T>
+INLINE void norm_row(const NormRows& m, const float* x, T* out) {
+    const float size = static_cast<float>(m.size);
+    float mean = 0, squares;
+    if (m.kind == Norm::layernorm) {
+        mean = sum_over(x, m.size, [](vf v) { return v; }) / size;
+        // Padding lanes of the last vector would be (0 − mean)², so that vector is done by hand.
+        const int64_t whole = m.size / kWidth * kWidth;
+        squares = sum_over(x, whole, [mean](vf v) { return (v - mean) * (v - mean); });
+        for (int64_t i = whole; i < m.size; i++) squares += (x[i] - mean) * (x[i] - mean);
+    } else {
+        squares = sum_over(x, m.size, [](vf v) { return v * v; });
+    }
+    const float scale = 1.f / __builtin_sqrtf(squares / size + m.eps);
+    for (int64_t i = 0; i < m.size; i++) {
+        const float y = (x[i] - mean) * scale * m.weight[i];
+        put(out + i, m.bias ? y + m.bias[i] : y);
+    }
+    for (int64_t i = m.size; i < m.out_stride; i++) put(out + i, 0);
+}
+
+static void norm(const NormRows& m, int64_t row, int64_t row_end) {
+    for (; row < row_end; row++) {
+        const float* x = m.x + row * m.x_stride;
+        if (m.out_number == Number::f32)
+            norm_row(m, x, static_cast<float*>(m.out) + row * m.out_stride);
+        else
+            norm_row(m, x, static_cast<uint16_t*>(m.out) + row * m.out_stride);
+    }
+}
+
+INLINE void rotate(float* x, const float* cos_sin, int64_t half) {
+    const float *cos = cos_sin, *sin = cos_sin + half;
+    for (int64_t i = 0; i < half; i++) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] - b * sin[i];
+        x[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+template <class T>
+INLINE void store_row(const RopeAndStore& m, const float* from, void* to, int64_t slot) {
+    const CacheLayer& c = m.cache;
+    const int64_t block = slot / c.block_size, offset = slot % c.block_size;
+    for (int64_t head = 0; head < c.kv_heads; head++) {
+        T* cell = static_cast<T*>(to) + ((block * c.kv_heads + head) * c.block_size + offset) * c.head_dim;
+        for (int64_t i = 0; i < c.head_dim; i++) put(cell + i, from[head * c.head_dim + i]);
+    }
+}
+
+static void rope_and_store(const RopeAndStore& m, int64_t row, int64_t row_end) {
+    const CacheLayer& c = m.cache;
+    for (; row < row_end; row++) {
+        float* q = m.qkv + row * m.qkv_stride;
+        float* k = q + m.heads * c.head_dim;
+        const float* v = k + c.kv_heads * c.head_dim;
+        if (m.cos_sin)  // the heads of q and k lie side by side
+            for (int64_t head = 0; head < m.heads + c.kv_heads; head++)
+                rotate(q + head * c.head_dim, m.cos_sin + row * c.head_dim, c.head_dim / 2);
+        if (c.number == Number::f32) {
+            store_row<float>(m, k, c.keys, m.slots[row]);
+            store_row<float>(m, v, c.values, m.slots[row]);
+        } else {
+            store_row<uint16_t>(m, k, c.keys, m.slots[row]);
+            store_row<uint16_t>(m, v, c.values, m.slots[row]);
+        }
+    }
+}
+
+static int64_t argmax(const float* x, int64_t n) {
+    const float infinity = __builtin_inff();
+    float largest = -infinity;
+    bool nan = false;
+    int64_t i = 0;
+    if (n >= kWidth) {
+        vf best = splat(-infinity);
+        vi bad = {};
+        for (; i + kWidth <= n; i += kWidth) {
+            const vf v = load(x + i);
+            best = max(v, best);
+            bad |= v != v;
+        }
+        largest = max_lanes(best);
+        for (int lane = 0; lane < kWidth; lane++) nan |= bad[lane] != 0;
+    }
+    for (; i < n; i++) {
+        nan |= x[i] != x[i];
+        largest = x[i] > largest ? x[i] : largest;
+    }
+    if (nan || largest == infinity || largest == -infinity) return -1;
+    for (i = 0; x[i] != largest; i++) {}
+    return i;
+}
+
+static void exp_double(const double* x, double shift, double* out, int64_t n) {
+    int64_t i = 0;
+    for (; i + kWidthDouble <= n; i += kWidthDouble) store_as(out + i, exp(load_as<vd>(x + i) - shift));
+    if (i < n) {
+        double lane[kWidthDouble] = {};
+        __builtin_memcpy(lane, x + i, static_cast<size_t>(n - i) * 8);
+        store_as(lane, exp(load_as<vd>(lane) - shift));
+        __builtin_memcpy(out + i, lane, static_cast<size_t>(n - i) * 8);
+    }
+}

@@ -1,0 +1,103 @@
+#include "thread_pool.h"
+
+#include <chrono>
+#include <stdexcept>
+
+namespace minivllm {
+namespace {
+
+void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Spins until done() or for about the given time. True if done.
+template <class Done>
+bool spin(std::chrono::microseconds limit, const Done& done) {
+    const auto end = std::chrono::steady_clock::now() + limit;
+    do {
+        for (int i = 0; i < 32; i++) {
+            if (done()) return true;
+            pause_briefly();
+        }
+    } while (std::chrono::steady_clock::now() < end);
+    return done();
+}
+
+constexpr std::chrono::microseconds kSpin{50};
+
+}  // namespace
+
+ThreadPool::ThreadPool(int num_threads) {
+    if (num_threads < 1) throw std::invalid_argument("a thread pool needs at least one thread");
+    for (int thread = 1; thread < num_threads; thread++) helpers_.emplace_back([this, thread] { help(thread); });
+}
+
+ThreadPool::~ThreadPool() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        stop_.store(true);
+    }
+    job_arrived_.notify_all();
+    for (auto& helper : helpers_) helper.join();
+}
+
+void ThreadPool::run_erased(int64_t num_pieces, Function function, const void* context) {
+    if (num_pieces <= 1 || helpers_.empty()) {
+        for (int64_t piece = 0; piece < num_pieces; piece++) function(context, piece, 0);
+        return;
+    }
+    function_ = function;
+    context_ = context;
+    num_pieces_ = num_pieces;
+    unfinished_.store(num_pieces, std::memory_order_relaxed);
+    // Sequentially consistent, here and in help(): either the helper sees the pieces, or we see it asleep.
+    unclaimed_.store(num_pieces);
+    if (sleeping_helpers_.load() > 0) {
+        { std::lock_guard<std::mutex> lock(mutex_); }
+        job_arrived_.notify_all();
+    }
+    work(0);
+    const auto finished = [this] { return unfinished_.load() == 0; };
+    if (finished() || spin(kSpin, finished)) return;
+    // A helper has lost its core in the middle of a piece: let the system have ours.
+    std::unique_lock<std::mutex> lock(mutex_);
+    caller_sleeps_.store(true);
+    job_finished_.wait(lock, finished);
+    caller_sleeps_.store(false);
+}
+
+// Claims and runs pieces until none is left.
+void ThreadPool::work(int thread) {
+    int64_t count = 0;
+    int64_t unclaimed = unclaimed_.load();
+    while (unclaimed > 0) {
+        if (!unclaimed_.compare_exchange_weak(unclaimed, unclaimed - 1)) continue;
+        // The job cannot end before this piece does, so its fields hold still from here on.
+        function_(context_, num_pieces_ - unclaimed, thread);
+        count++;
+        unclaimed = unclaimed_.load();
+    }
+    if (count > 0 && unfinished_.fetch_sub(count) == count && caller_sleeps_.load()) {
+        { std::lock_guard<std::mutex> lock(mutex_); }
+        job_finished_.notify_one();
+    }
+}
+
+void ThreadPool::help(int thread) {
+    const auto called = [this] { return unclaimed_.load() > 0 || stop_.load(); };
+    while (!stop_.load()) {
+        if (!spin(kSpin, called)) {
+            std::unique_lock<std::mutex> lock(mutex_);
+            sleeping_helpers_.fetch_add(1);
+            job_arrived_.wait(lock, called);
+            sleeping_helpers_.fetch_sub(1);
+        }
+        work(thread);
+    }
+}
+
+}  // namespace minivllm

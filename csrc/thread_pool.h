@@ -1,0 +1,65 @@
+// ThreadPool: runs the pieces of one job on the calling thread and on helpers.
+//
+// Made for jobs of some microseconds, thousands of times a second, on cores that other processes use too:
+// - pieces are claimed one by one, so a thread that loses its core delays nothing but the piece it holds;
+//   a helper that has not woken up yet is not waited for;
+// - helpers spin for about 50 µs after their last piece, then sleep; an idle pool takes no processor time.
+// Which thread runs a piece is up to chance, so a piece's result must not depend on it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+namespace minivllm {
+
+class ThreadPool {
+public:
+    // num_threads counts the calling thread; at least 1.
+    explicit ThreadPool(int num_threads);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    int num_threads() const { return static_cast<int>(helpers_.size()) + 1; }
+
+    // Calls body(piece, thread) once for each piece in 0 … num_pieces − 1, roughly in that order, with thread in
+    // 0 … num_threads − 1 (two calls at one time never have the same). Returns when all have returned. The body
+    // must not throw, and must not call run. Only one thread may call run at a time.
+    template <class Body>
+    void run(int64_t num_pieces, const Body& body) {
+        run_erased(
+            num_pieces,
+            [](const void* context, int64_t piece, int thread) {
+                (*static_cast<const Body*>(context))(piece, thread);
+            },
+            &body);
+    }
+
+private:
+    using Function = void (*)(const void* context, int64_t piece, int thread);
+
+    void run_erased(int64_t num_pieces, Function function, const void* context);
+    void help(int thread);
+    void work(int thread);
+
+    // The job. Written while no piece is unclaimed or unfinished; read only after a successful claim.
+    Function function_ = nullptr;
+    const void* context_ = nullptr;
+    int64_t num_pieces_ = 0;
+
+    alignas(64) std::atomic<int64_t> unclaimed_{0};
+    alignas(64) std::atomic<int64_t> unfinished_{0};
+    alignas(64) std::atomic<int> sleeping_helpers_{0};
+    std::atomic<bool> caller_sleeps_{false};
+    std::atomic<bool> stop_{false};
+    std::mutex mutex_;
+    std::condition_variable job_arrived_, job_finished_;
+    std::vector<std::thread> helpers_;
+};
+
+}  // namespace minivllm

@@ -1,0 +1,122 @@
+"""The native executor: one call into C++ a step, on CPU. Knows nothing of requests, text or checkpoint formats.
+
+The only module that touches the decoder in ``_core``.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from minivllm import _core
+from minivllm.batch import Batch, SamplingBatch, StepResult
+from minivllm.errors import ConfigError
+from minivllm.kv_cache.kv_pool import KVPool
+from minivllm.models.weights import Checkpoint
+
+ISA_VARIABLE = "MINIVLLM_ISA"
+
+
+class NativeExecutor:
+    """Weights packed for the processor, and the step over them.
+
+    A row's result is the same bit for bit whatever the batch, chunking, block size and number of threads.
+
+    Args:
+        checkpoint: read once, tensor by tensor; peak memory is the packed model and one tensor.
+        pool: every step writes keys and values to it. Its geometry must fit the model.
+        dtype: of the weights in memory, and of activations that enter a matmul.
+        threads: None: as many as this process may use at a time.
+
+    Raises:
+        ConfigError: threads is less than 1, or MINIVLLM_ISA names an instruction set that is not there.
+    """
+
+    name = "native"
+    device = "cpu"
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        pool: KVPool,
+        dtype: Literal["float32", "bfloat16"],
+        threads: int | None = None,
+    ) -> None:
+        if threads is None:
+            threads = available_threads()
+        if threads < 1:
+            raise ConfigError(f"threads is {threads}; it must be at least 1")
+        isa = os.environ.get(ISA_VARIABLE, "")
+        if isa and isa not in (isas := _core.supported_isas()):
+            raise ConfigError(
+                f"{ISA_VARIABLE}={isa!r} is not among the instruction sets that this build and processor "
+                f"have: {', '.join(isas)}"
+            )
+        self._decoder = _core.Decoder(checkpoint.config, pool, dtype, threads, isa)
+        for tensor in checkpoint.tensors():
+            stored = tensor.data if tensor.dtype == "bfloat16" else tensor.to_float32()
+            self._decoder.load(tensor.name, stored)
+        self._decoder.check_complete()
+        self.threads: int = self._decoder.num_threads
+        self.isa: str = self._decoder.isa  #: instruction set that the kernels use
+        self.model_bytes: int = self._decoder.model_bytes  #: memory of the packed weights
+
+    def execute(self, batch: Batch, sampling: SamplingBatch) -> StepResult:
+        """One step, as ``executors.base.Executor`` says, with the GIL released.
+
+        Raises:
+            TypeError: an array has another dtype or rank than ``minivllm.batch`` says, or is not contiguous.
+            ValueError: the arrays contradict each other, the model or the pool. Nothing has been written.
+            RuntimeError: a row's logits have no token to choose (NaN, or every token banned).
+        """
+        return StepResult(*self._decoder.execute(batch, sampling))
+
+
+def available_threads() -> int:
+    """Processors that this process may use at a time: the smaller of its affinity and its cgroup's quota."""
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    else:  # macOS
+        count = os.cpu_count() or 1
+    quota = cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return max(1, min(count, count if quota is None else int(quota)))
+
+
+def cpu_quota(membership: Path, root: Path) -> float | None:
+    """Processors that the cgroup quotas of this process add up to, the strictest of its ancestors'; None: no quota.
+
+    Args:
+        membership: /proc/self/cgroup, lines ``id:controllers:path``.
+        root: /sys/fs/cgroup.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # v2
+            quotas += _quotas(root, path, lambda group: (group / "cpu.max").read_text().split())
+        elif "cpu" in controllers.split(","):  # v1
+            quotas += _quotas(
+                root / controllers,
+                path,
+                lambda group: [(group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")],
+            )
+    return min(quotas, default=None)
+
+
+def _quotas(root: Path, path: str, read: Callable[[Path], list[str]]) -> Iterator[float]:
+    """Quota over period of the cgroup and its ancestors, where they have one.
+
+    In a container the cgroup's own path may not be visible; its quota is then at the root.
+    """
+    group = Path("/") / path
+    for ancestor in (group, *group.parents):
+        try:
+            quota, period = read(root / ancestor.relative_to("/"))
+            if quota != "max" and int(quota) > 0:
+                yield int(quota) / int(period)
+        except (OSError, ValueError):
+            continue
