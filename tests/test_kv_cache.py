@@ -294,6 +294,7 @@ def test_sizes_that_cannot_be_are_refused_with_the_numbers(settings: dict[str, i
         ({"executor": "cuda"}, "executor is 'cuda'; use one of 'native', 'torch'"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"device": "cuda"}, "the native executor runs on the CPU"),
+        ({"executor": "torch", "threads": 2}, "threads is 2, but it is the native executor's"),
         ({"quantization": "awq"}, "quantization is 'awq'; only None is implemented"),
         ({"num_blocks": 4, "kv_cache_memory": 4}, "set one of them"),
         ({"model": ""}, "model is ''"),

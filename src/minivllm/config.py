@@ -51,7 +51,7 @@ class EngineConfig:
     max_model_len: int | None = None  #: prompt + output tokens; None: what the model and the pool allow
     executor: ExecutorName = "native"
     device: str = "auto"  #: auto: cpu, or cuda for the torch executor where there is one
-    threads: int | None = None  #: None: the cores that this process may use
+    threads: int | None = None  #: of the native executor; None: the cores that this process may use
     enable_prefix_caching: bool = True  #: let requests with equal beginnings share blocks
     seed: int = 0  #: requests without a seed get theirs from this one and their ordinal
 
@@ -79,6 +79,11 @@ class EngineConfig:
             )
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise ConfigError(f"device is {self.device!r}; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        if self.executor == "torch" and self.threads is not None:
+            raise ConfigError(
+                f"threads is {self.threads}, but it is the native executor's; "
+                f"for torch set the variable OMP_NUM_THREADS"
+            )
         if self.executor == "native" and self.device.startswith("cuda"):
             raise ConfigError(
                 f"device is {self.device!r}, but the native executor runs on the CPU; "

@@ -1,0 +1,18 @@
+"""What an engine counts, and the snapshot that others may read (a server's metrics, a live page)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineMetrics:
+    """Counts at one moment. Totals grow from the engine's start on."""
+
+    num_running: int  #: sequences that hold blocks
+    num_waiting: int  #: sequences that hold none
+    num_blocks: int  #: physical blocks of the pool
+    num_free_blocks: int
+    steps: int  #: steps carried out
+    computed_tokens: int  #: rows that went through the model, recomputed ones included
+    generated_tokens: int
+    preemptions: int
+    finished_requests: int  #: for whatever reason, aborted ones included

@@ -1,0 +1,52 @@
+"""What a request gives back, with vLLM's names."""
+
+from dataclasses import dataclass
+
+from minivllm.sequence import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token under the raw logits (before penalties and temperature)."""
+
+    logprob: float
+    rank: int  #: 1 = the likeliest
+    decoded_token: str | None  #: None without a tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One answer to a prompt: whole, or, when streaming, what is new since the last output."""
+
+    index: int
+    text: str
+    """Without the token or string that ended it, unless ``include_stop_str_in_output``. Empty without a
+    tokenizer. A streamed piece never ends within a character, nor within what may become a stop string."""
+    token_ids: list[int]  #: all generated tokens, the one that ended it included
+    cumulative_logprob: (
+        float | None
+    )  #: sum over all generated tokens so far; None unless logprobs were asked for
+    logprobs: list[dict[int, Logprob]] | None
+    """For each token of ``token_ids``: the chosen one first, then the likeliest ones, by token id."""
+    finish_reason: FinishReason | None = None
+    """"stop": an end token, stop token or stop string; "length": max_tokens or max_model_len; "abort";
+    "error": the model failed. None while it goes on."""
+    stop_reason: int | str | None = None  #: the stop token or stop string that ended it; None: an end token
+
+    @property
+    def finished(self) -> bool:
+        """Nothing more will come."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The answer to one request: whole, or, when streaming, what is new since the last output."""
+
+    request_id: str
+    prompt: str | None  #: None if it was given as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int  #: prompt tokens that were taken from the prefix cache
+    seed: int  #: the request's, or the one derived for it: giving it again repeats the answer

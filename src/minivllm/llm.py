@@ -1,0 +1,234 @@
+"""LLM: the offline face, with vLLM's names. It has an engine, and is not one."""
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from minivllm.config import Dtype, EngineConfig, ExecutorName
+from minivllm.engine.inference_engine import Prompt
+from minivllm.engine.outputs import RequestOutput
+from minivllm.errors import RequestError
+from minivllm.factory import create_engine
+from minivllm.sampling_params import SamplingParams
+
+Messages = Seq[Mapping[str, Any]]
+
+
+class LLM:
+    """A model, ready to answer many prompts at once.
+
+        llm = LLM("smollm2-135m")
+        for output in llm.generate(["Once upon a time", "The sea"], SamplingParams(temperature=0)):
+            print(output.outputs[0].text)
+
+    The settings are those of ``EngineConfig``.
+
+    Raises:
+        ConfigError: the settings are wrong, contradict each other, or do not fit the model or the machine.
+        ModelError: there is no such model, it is damaged, or it needs something that is not implemented.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: Dtype = "auto",
+        quantization: str | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_memory: int | None = None,
+        kv_cache_dtype: Dtype = "auto",
+        max_num_batched_tokens: int = 512,
+        max_num_seqs: int = 64,
+        max_model_len: int | None = None,
+        executor: ExecutorName = "native",
+        device: str = "auto",
+        threads: int | None = None,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.engine = create_engine(
+            EngineConfig(
+                model=model,
+                dtype=dtype,
+                quantization=quantization,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                kv_cache_memory=kv_cache_memory,
+                kv_cache_dtype=kv_cache_dtype,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                executor=executor,
+                device=device,
+                threads=threads,
+                enable_prefix_caching=enable_prefix_caching,
+                seed=seed,
+            )
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer the prompts, as many at once as fit; the results are in their order.
+
+        Ctrl-C gives up these prompts; the engine stays usable.
+
+        Args:
+            prompts: a text or a list of token ids, or a list of these.
+            sampling_params: for all prompts, or one for each; None: the defaults.
+            use_tqdm: show a progress bar on stderr when there are several prompts (vLLM's name for it).
+
+        Raises:
+            RequestError: a prompt or its parameters are wrong. None of them has been run then.
+        """
+        wanted = _prompt_list(prompts)
+        engine = self.engine
+        request_ids = engine.add_requests(wanted, _params_list(sampling_params, len(wanted)))
+        outputs: dict[str, RequestOutput | None] = dict.fromkeys(request_ids)
+        missing = len(request_ids)
+        try:
+            with _progress_bar(use_tqdm, missing) as progress, _interrupts_held_back() as interrupts:
+                while missing:
+                    for output in engine.step():
+                        if output.request_id in outputs:
+                            outputs[output.request_id] = output
+                            missing -= 1
+                            progress.advance(len(output.outputs[0].token_ids))
+                    interrupts.let_through()
+        finally:
+            for request_id in request_ids:
+                engine.abort(request_id)  # does nothing for those that are finished
+        return cast("list[RequestOutput]", list(outputs.values()))
+
+    def chat(
+        self,
+        messages: Messages | Seq[Messages],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of conversations, by way of the model's chat template.
+
+        Args:
+            messages: ``[{"role": "user", "content": "Hello"}, …]``, or a list of such lists.
+            sampling_params: as for ``generate``, and so is ``use_tqdm``.
+            add_generation_prompt: end each prompt with what begins the assistant's answer.
+            continue_final_message: let the model go on with the last message instead.
+            tools: descriptions of functions, as OpenAI has them, for templates that know them.
+            chat_template_kwargs: further variables for the template.
+
+        Raises:
+            RequestError: the model has no chat template, or something is wrong with one of the conversations.
+        """
+        several = isinstance(messages, Seq) and len(messages) > 0 and isinstance(messages[0], list | tuple)
+        conversations = cast("Seq[Messages]", messages if several else [messages])
+        prompts = [
+            self.engine.chat_prompt(
+                conversation,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+
+def _prompt_list(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
+    """A list of prompts, whether one was given or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        return [prompts] if prompts.ndim == 1 else list(prompts)
+    if not isinstance(prompts, list | tuple):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; it must be a string, a list of token ids, or a list of these",
+            "prompt",
+        )
+    if prompts and not isinstance(prompts[0], str | list | tuple | np.ndarray):
+        return [cast("Prompt", prompts)]  # token ids, or what add_request will refuse
+    return cast("Seq[Prompt]", prompts)
+
+
+def _params_list(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> Seq[SamplingParams]:
+    if not isinstance(params, list | tuple):
+        return [SamplingParams() if params is None else cast("SamplingParams", params)] * count
+    if len(params) != count:
+        raise RequestError(
+            f"there are {count} prompts but {len(params)} sampling_params; give one for all, or one for each",
+            "sampling_params",
+        )
+    return params
+
+
+class _Bar:
+    """A progress bar that also says how many tokens come each second."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=total, rate="")
+        self._tokens = 0
+
+    def advance(self, num_tokens: int) -> None:
+        """One more request is finished, with that many tokens."""
+        self._tokens += num_tokens
+        elapsed = self._progress.tasks[0].elapsed or 1e-9
+        self._progress.update(self._task, advance=1, rate=f"{self._tokens / elapsed:,.0f} tokens/s")
+
+
+@contextmanager
+def _progress_bar(wanted: bool, total: int) -> Iterator[_Bar]:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not wanted or total < 2) as progress:
+        yield _Bar(progress, total)
+
+
+class _Interrupts:
+    """Remembers a Ctrl-C until the engine is between two steps, where nothing is half done."""
+
+    pending = False
+
+    def note(self, signum: int, frame: FrameType | None) -> None:
+        """The signal handler. A second Ctrl-C does not wait."""
+        if self.pending:
+            raise KeyboardInterrupt
+        self.pending = True
+
+    def let_through(self) -> None:
+        """Raise the KeyboardInterrupt that was held back, if there was one."""
+        if self.pending:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[_Interrupts]:
+    interrupts = _Interrupts()
+    # Only where Python's own handling is in force: a program that has its own keeps it.
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, interrupts.note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
