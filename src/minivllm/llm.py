@@ -161,7 +161,8 @@ def _prompt_list(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
         return [prompts] if prompts.ndim == 1 else list(prompts)
     if not isinstance(prompts, list | tuple):
         raise RequestError(
-            f"prompts is a {type(prompts).__name__}; it must be a string, a list of token ids, or a list of these",
+            f"prompts is a {type(prompts).__name__}; it must be a string, a list of token ids, "
+            f"or a list of these",
             "prompt",
         )
     if prompts and not isinstance(prompts[0], str | list | tuple | np.ndarray):
