@@ -13,13 +13,13 @@ Letters in the comments of shapes:
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from minivllm.batch import Batch, IntArray, SamplingBatch, StepResult
 from minivllm.errors import ConfigError
-from minivllm.kv_cache.kv_pool import KVDtype, KVGeometry, KVPool
+from minivllm.kv_cache.kv_pool import KVGeometry, KVPool
 from minivllm.models.weights import Checkpoint, WeightTensor
 from minivllm.sampler import empty_result, sample_rows
 
@@ -43,14 +43,20 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class TorchExecutor:
     """Owner of the weights, and of the pool's memory or a view of it. See ``executors.base.Executor``.
 
-    All arithmetic is float32; a dtype says how numbers are stored. So bfloat16 weights are float32 weights
-    rounded once, and K and V are attended as the pool holds them, the rows of this very step included.
+    All arithmetic is float32. With ``dtype`` bfloat16, matrices are stored rounded, and what enters a matrix
+    product is rounded to match; norms, biases and learned positions stay float32. K and V are attended as
+    the pool holds them, in its own dtype, the rows of this very step included.
     """
 
     name = "torch"
 
     def __init__(
-        self, checkpoint: Checkpoint, pool: KVPool | KVGeometry, dtype: KVDtype, device: str = "cpu"
+        self,
+        checkpoint: Checkpoint,
+        pool: KVPool | KVGeometry,
+        dtype: Literal["float32", "bfloat16"],
+        device: str = "cpu",
+        threads: int | None = None,
     ) -> None:
         """Load the weights.
 
@@ -58,8 +64,9 @@ class TorchExecutor:
             checkpoint: the model.
             pool: host memory, which the executor then works in (CPU only); or a geometry, for which it
                 reserves memory on its own device.
-            dtype: that the weights are stored in; the pool has its own.
+            dtype: of matrices and of what they are multiplied with.
             device: "cpu", "cuda" or "cuda:<index>".
+            threads: that torch may use on the CPU, in the whole process; None: torch's own choice.
 
         Raises:
             ConfigError: there is no such device, or it has too little memory.
@@ -67,9 +74,15 @@ class TorchExecutor:
         self.config = checkpoint.config
         self.device = device
         _check_device(device)
+        if threads is not None:
+            torch.set_num_threads(threads)
         try:
             self.pool = _pool_tensor(pool, device)  # [layers, 2 (K, V), blocks, Hkv, block_size, D]
-            self.weights = {t.name: _weight(t, _DTYPES[dtype], device) for t in checkpoint.tensors()}
+            self.weights: dict[str, Tensor] = {}
+            for tensor in checkpoint.tensors():
+                is_matrix = len(tensor.shape) == 2 and tensor.name != "pos_embed.weight"
+                stored_as = _DTYPES[dtype] if is_matrix else torch.float32
+                self.weights[tensor.name] = _weight(tensor, stored_as, device)
         except torch.cuda.OutOfMemoryError as error:
             raise ConfigError(
                 f"the weights and the KV cache do not fit on {device}; use a smaller kv_cache_memory"
@@ -102,9 +115,11 @@ class TorchExecutor:
         config = self.config
         positions = self._indices(batch.positions)
         x = self.weights["embed.weight"][self._indices(batch.token_ids)].float()  # [T, hidden]
+        slots = self._indices(batch.slot_mapping)  # [T]: where K and V of each row go
+        blocks, offsets = slots // self.block_size, slots % self.block_size
         rotation = None
         if config.rope_inv_freq is None:
-            x = x + self.weights["pos_embed.weight"][positions].float()
+            x = x + self.weights["pos_embed.weight"][positions]
         else:
             angles = positions[:, None].float() * self.inv_freq  # [T, D / 2]
             rotation = angles.cos()[:, None], angles.sin()[:, None]  # [T, 1, D / 2] each, for all heads
@@ -118,8 +133,8 @@ class TorchExecutor:
             if rotation is not None:
                 q, k = _rotated(q, *rotation), _rotated(k, *rotation)
             keys, values = self.pool[i]  # [blocks, Hkv, block_size, D] each
-            self._write(keys, k, batch)
-            self._write(values, v, batch)
+            keys[blocks, :, offsets] = k.to(keys.dtype)
+            values[blocks, :, offsets] = v.to(values.dtype)
             x = x + self._linear(self._attention(q, keys, values, batch).flatten(1), f"{layer}.o")
 
             h = self._norm(x, f"{layer}.mlp_norm")
@@ -130,12 +145,6 @@ class TorchExecutor:
                 h = activation(self._linear(h, f"{layer}.up"))
             x = x + self._linear(h, f"{layer}.down")
         return x
-
-    def _write(self, cache: Tensor, rows: Tensor, batch: Batch) -> None:
-        """Store K or V of the step's rows, [T, Hkv, D], each in the slot that the batch says."""
-        slots = self._indices(batch.slot_mapping)
-        blocks, offsets = slots // self.block_size, slots % self.block_size
-        cache[blocks, :, offsets] = rows.to(cache.dtype)
 
     def _attention(self, q: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
         """Causal attention of every row over its own sequence's blocks: [T, H, D] → [T, H, D].
@@ -169,16 +178,16 @@ class TorchExecutor:
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         """LayerNorm, or RMSNorm, over the last dimension, in float32."""
-        weight, eps = self.weights[f"{name}.weight"].float(), self.config.norm_eps
+        weight, eps = self.weights[f"{name}.weight"], self.config.norm_eps
         if self.config.norm == "rmsnorm":
             return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + eps) * weight
-        bias = self.weights[f"{name}.bias"].float() if self.config.norm_bias else None
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
+        return F.layer_norm(x, weight.shape, weight, self.weights.get(f"{name}.bias"), eps)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         """x @ W.T + b: [rows, inputs] → [rows, outputs]."""
-        bias = self.weights.get(f"{name}.bias")
-        return F.linear(x, self.weights[f"{name}.weight"].float(), None if bias is None else bias.float())
+        weight = self.weights[f"{name}.weight"]
+        x = x.to(weight.dtype).float()  # with bfloat16: rounded to it; the products are exact in float32
+        return F.linear(x, weight.float(), self.weights.get(f"{name}.bias"))
 
     def _indices(self, array: IntArray) -> Tensor:
         return torch.tensor(array, dtype=torch.int64, device=self.device)
