@@ -124,6 +124,9 @@ static void test_references() {
     stats = allocator.stats();
     CHECK(stats.num_shared == 0 && stats.num_references == 4 && stats.peak_in_use == 4 && stats.total_allocated == 7);
     CHECK(allocator.states() == std::vector<BlockState>(4, BlockState::in_use));
+    allocator.free({0, 1, 2});
+    allocate(allocator, 1);
+    CHECK(allocator.stats().peak_in_use == 4 && allocator.stats().num_in_use == 2);
     allocator.check_integrity();
 }
 
