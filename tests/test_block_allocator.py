@@ -176,7 +176,7 @@ class TwinAllocators(RuleBasedStateMachine):
 
 
 TestTwinAllocators = TwinAllocators.TestCase
-TestTwinAllocators.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestTwinAllocators.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 @pytest.fixture(params=KINDS)
