@@ -72,37 +72,47 @@ class KVCache:
 
     def batch(self, plan: Seq[ScheduledSequence]) -> Batch:
         """The arrays of one step, for a plan whose tokens all have slots."""
-        num_seqs = len(plan)
         tokens: list[int] = []
-        starts = np.empty(num_seqs, np.int32)
-        counts = np.empty(num_seqs, np.int32)
-        yields = np.empty(num_seqs, np.bool_)
-        for i, (sequence, num_tokens, yields_token) in enumerate(plan):
+        starts: list[int] = []  # of each sequence: position of its first row
+        ends: list[int] = []  # of each sequence: tokens in the cache after this step
+        query_start = [0]
+        logit_rows: list[int] = []
+        for sequence, num_tokens, yields_token in plan:
             start = sequence.num_computed_tokens
-            tokens += sequence.token_ids[start : start + num_tokens]
-            starts[i], counts[i], yields[i] = start, num_tokens, yields_token
-        query_start = np.zeros(num_seqs + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        context_lens = starts + counts
-        block_tables = self._block_tables(plan, context_lens)
+            end = start + num_tokens
+            tokens += sequence.token_ids[start:end]
+            starts.append(start)
+            ends.append(end)
+            query_start.append(query_start[-1] + num_tokens)
+            if yields_token:
+                logit_rows.append(query_start[-1] - 1)
+        block_tables = self._block_tables(plan, ends)
 
-        row_sequence = np.repeat(np.arange(num_seqs, dtype=np.int32), counts)  # [T]
-        positions = np.arange(len(tokens), dtype=np.int32) + (starts - query_start[:-1])[row_sequence]
-        index, offset = np.divmod(positions, np.int32(self.block_size))
+        # Few and simple numpy calls: for one sequence their number, not their size, is what a step costs.
+        first_rows = np.array(query_start, np.int32)
+        counts = first_rows[1:] - first_rows[:-1]
+        offsets = np.array(starts, np.int32) - first_rows[:-1]  # of each sequence: position minus row
+        positions = np.arange(len(tokens), dtype=np.int32) + offsets.repeat(counts)
+        index = positions // self.block_size  # of the row's block in its table
+        num_seqs, width = block_tables.shape
+        row_tables = np.arange(0, num_seqs * width, width, dtype=np.int32).repeat(counts)  # starts, flat
+        blocks = block_tables.ravel().take(row_tables + index)
+        # block * block_size + position % block_size, which is position - index * block_size
+        slots = (blocks - index) * self.block_size + positions
         return Batch(
             token_ids=np.array(tokens, np.int32),
             positions=positions,
-            slot_mapping=block_tables[row_sequence, index] * np.int32(self.block_size) + offset,
-            query_start=query_start,
-            context_lens=context_lens,
+            slot_mapping=slots,
+            query_start=first_rows,
+            context_lens=np.array(ends, np.int32),
             block_tables=block_tables,
-            logit_rows=query_start[1:][yields] - np.int32(1),
+            logit_rows=np.array(logit_rows, np.int32),
             block_copies=_NO_COPIES,
         )
 
-    def _block_tables(self, plan: Seq[ScheduledSequence], context_lens: IntArray) -> IntArray:
+    def _block_tables(self, plan: Seq[ScheduledSequence], context_lens: Seq[int]) -> IntArray:
         """[S, W] int32, each row the blocks of that sequence's context, then zeros."""
-        widths = (-(-context_lens // self.block_size)).tolist()
+        widths = [-(-length // self.block_size) for length in context_lens]
         tables = np.zeros((len(plan), max(widths, default=0)), np.int32)
         for row, width, scheduled in zip(tables, widths, plan, strict=True):
             row[:width] = self._tables[scheduled.sequence.seq_id][:width]
