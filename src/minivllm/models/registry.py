@@ -48,7 +48,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         if path.suffix in (".pt", ".pth"):
             return load_nanogpt(path)
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ModelError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
     raise ModelError(
         f"{path} is not a model: it must be a .gguf file, a .pt file of NanoGPT, or a directory with "
         "config.json and safetensors"

@@ -153,4 +153,4 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
     """
     if path.stat().st_size == 0:
         raise ModelError(f"{path} is empty")
-    return np.memmap(path, dtype=np.uint8, mode="r")
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))  # mapped as long as a view lives
