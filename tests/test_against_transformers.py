@@ -15,6 +15,7 @@ import pytest
 from helpers_step import Stepper, assert_follows
 
 from minivllm.executors.base import Executor
+from minivllm.executors.native import NativeExecutor
 from minivllm.kv_cache.kv_pool import KVGeometry, KVPool
 from minivllm.models.registry import load_checkpoint
 from minivllm.models.weights import Checkpoint
@@ -155,7 +156,11 @@ def torch_executor(checkpoint: Checkpoint, pool: KVPool) -> Executor:
     return TorchExecutor(checkpoint, pool, "float32")
 
 
-@pytest.mark.parametrize("make", [torch_executor], ids=["torch"])
+def native_executor(checkpoint: Checkpoint, pool: KVPool) -> Executor:
+    return NativeExecutor(checkpoint, pool, "float32", threads=2)
+
+
+@pytest.mark.parametrize("make", [torch_executor, native_executor], ids=["torch", "native"])
 def test_greedy_texts_and_logprobs(case: Any, make: Callable[[Checkpoint, KVPool], Executor]) -> None:
     checkpoint, texts = case
     for block_size, chunk in PAGING:
