@@ -1,0 +1,97 @@
+"""The native executor against the torch one: every pair of dtypes, and every way to choose a token.
+
+Both are held to other people's models in ``test_against_transformers.py``, in float32; here the rest.
+"""
+
+import importlib.util
+from collections import Counter
+
+import numpy as np
+import pytest
+from helpers_step import Stepper, make_checkpoint, one_sequence_batch, random_tensors
+from test_torch_executor import CONFIGS, LLAMA, PROMPT, geometry
+
+from minivllm.batch import Batch
+from minivllm.executors.base import Executor
+from minivllm.executors.native import NativeExecutor
+from minivllm.kv_cache.kv_pool import KVPool
+from minivllm.models.config import ModelConfig
+from minivllm.sampler import sampling_batch
+from minivllm.sampling_params import SamplingParams
+from minivllm.sequence import Sequence
+
+pytestmark = pytest.mark.torch
+if importlib.util.find_spec("torch") is not None:  # otherwise every test here skips and says so
+    from minivllm.executors.torch_ import TorchExecutor
+
+
+def both(config: ModelConfig, dtype: str, kv_dtype: str) -> list[Executor]:
+    checkpoint, shape = make_checkpoint(config, random_tensors(config)), geometry(config, dtype=kv_dtype)
+    return [
+        TorchExecutor(checkpoint, KVPool.reserve(shape), dtype),  # type: ignore[arg-type]
+        NativeExecutor(checkpoint, KVPool.reserve(shape), dtype, threads=2),  # type: ignore[arg-type]
+    ]
+
+
+@CONFIGS
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_logprobs_agree(config: ModelConfig, dtype: str, kv_dtype: str) -> None:
+    """Equal but for the order of float32 sums, and the rare bfloat16 that it rounds the other way."""
+    torch_, native = (Stepper(executor, 16, [3, 1, 2], 16) for executor in both(config, dtype, kv_dtype))
+    differences = []
+    for length in range(5, len(PROMPT)):
+        a, b = torch_.step(PROMPT[:length]), native.step(PROMPT[:length])
+        logprobs = dict(zip(b.top_token_ids[0].tolist(), b.top_logprobs[0].tolist(), strict=True))
+        for token_id, logprob in zip(a.top_token_ids[0].tolist(), a.top_logprobs[0].tolist(), strict=True):
+            if token_id in logprobs:  # the 20th and the 21st may be as good as equal
+                differences.append(abs(logprob - logprobs[token_id]))
+    assert len(differences) > 19 * (len(PROMPT) - 5)
+    assert np.median(differences) < 1e-5
+    assert max(differences) < (1e-4 if (dtype, kv_dtype) == ("float32", "float32") else 0.05)
+
+
+def test_tokens_agree_whatever_the_sampling() -> None:
+    """Every position of a prompt yields a token, each with settings of its own, six times over."""
+    rng = np.random.default_rng(5)
+    torch_, native = both(LLAMA, "float32", "float32")
+    prompt = one_sequence_batch(PROMPT, 0, [2, 0, 1], 16, True)
+    batch = Batch(**{**vars(prompt), "logit_rows": np.arange(len(PROMPT), dtype=np.int32)})
+    for _ in range(6):
+        sequences = [random_sequence(rng) for _ in PROMPT]
+        a, b = (executor.execute(batch, sampling_batch(sequences)) for executor in (torch_, native))
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        np.testing.assert_array_equal(a.ranks, b.ranks)
+        np.testing.assert_array_equal(a.top_token_ids, b.top_token_ids)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-4)  # NaN where the other has NaN
+        np.testing.assert_allclose(a.top_logprobs, b.top_logprobs, rtol=0, atol=1e-4)
+
+
+def random_sequence(rng: np.random.Generator) -> Sequence:
+    params = SamplingParams(
+        temperature=rng.choice([0.0, 0.5, 1.0, 2.0]),
+        top_k=rng.choice([0, 1, 5, 40, 1000]),
+        top_p=rng.choice([0.1, 0.7, 0.95, 1.0]),
+        min_p=rng.choice([0.0, 0.0, 0.05, 0.3]),
+        min_tokens=rng.choice([0, 9]),
+        repetition_penalty=rng.choice([1.0, 1.0, 0.8, 1.5]),
+        presence_penalty=rng.choice([0.0, 0.0, -1.0, 1.0]),
+        frequency_penalty=rng.choice([0.0, 0.0, -0.5, 0.5]),
+        logit_bias={
+            int(token_id): rng.uniform(-5, 5) for token_id in rng.integers(0, 97, rng.integers(0, 4))
+        },
+        logprobs=rng.choice(np.array([None, 0, 1, 8])),
+    )
+    prompt, output = (rng.integers(0, 97, rng.integers(1, 8)).tolist() for _ in range(2))
+    return Sequence(
+        seq_id=0,
+        request_id="r",
+        token_ids=prompt + output,
+        num_prompt_tokens=len(prompt),
+        params=params,
+        seed=int(rng.integers(0, 2**64, dtype=np.uint64)),
+        max_num_tokens=1000,
+        choice=int(rng.integers(0, 4)),
+        end_token_ids=frozenset(rng.integers(0, 97, 3).tolist()),
+        output_counts=dict(Counter(output)),
+    )
