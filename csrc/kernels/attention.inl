@@ -37,11 +37,14 @@ INLINE void transpose_keys(const T* from, int64_t count, int64_t head_dim, float
         int64_t d = 0;
         for (; d + kWidth <= head_dim; d += kWidth) {
             vf square[kWidth];
+            UNROLL
             for (int i = 0; i < kWidth; i++) square[i] = load_wide(from + (j + i) * head_dim + d);
             transpose(square);
+            UNROLL
             for (int i = 0; i < kWidth; i++) store(keys + (d + i) * kKeyTile + lane + j, square[i]);
         }
         for (; d < head_dim; d++)
+            UNROLL
             for (int i = 0; i < kWidth; i++) keys[d * kKeyTile + lane + j + i] = wide(from[(j + i) * head_dim + d]);
     }
     for (; j < count; j++)
@@ -75,7 +78,9 @@ INLINE void score_rows(const float* queries, int64_t head_dim, const float* keys
     for (int64_t lane = 0; lane < kKeyTile; lane += V * kWidth) {
         vf acc[R][V] = {};
         accumulate<R, V>(queries, head_dim, keys + lane, kKeyTile, head_dim, acc);
+        UNROLL
         for (int r = 0; r < R; r++)
+            UNROLL
             for (int v = 0; v < V; v++) store(scores + r * kKeyTile + lane + v * kWidth, acc[r][v]);
     }
 }
@@ -86,7 +91,9 @@ INLINE float soften(float* scores, float scale, int64_t count, float* partial) {
     constexpr int V = kKeyTile / kWidth;
     vf score[V], largest = splat(-__builtin_inff());
     vi lane;
+    UNROLL
     for (int i = 0; i < kWidth; i++) lane[i] = i;
+    UNROLL
     for (int v = 0; v < V; v++) {
         const vi seen = lane < splat(static_cast<int32_t>(count - v * kWidth));
         score[v] = seen ? load(scores + v * kWidth) * scale : splat(-__builtin_inff());
@@ -95,6 +102,7 @@ INLINE float soften(float* scores, float scale, int64_t count, float* partial) {
     const float before = partial[0], tile_max = max_lanes(largest);
     const float maximum = before > tile_max ? before : tile_max;
     vf sum = {};
+    UNROLL
     for (int v = 0; v < V; v++) {
         const vf weight = exp(score[v] - maximum);
         sum += weight;
@@ -111,10 +119,14 @@ template <int R, int V>
 INLINE void weigh_columns(const float* weights, const float* values, int64_t head, int64_t count,
                           const float* shrink, float* sums, int64_t stride) {
     vf acc[R][V];
+    UNROLL
     for (int r = 0; r < R; r++)
+        UNROLL
         for (int v = 0; v < V; v++) acc[r][v] = load(sums + r * stride + v * kWidth) * shrink[r];
     accumulate<R, V>(weights, kKeyTile, values, head, count, acc);
+    UNROLL
     for (int r = 0; r < R; r++)
+        UNROLL
         for (int v = 0; v < V; v++) store(sums + r * stride + v * kWidth, acc[r][v]);
 }
 
@@ -135,6 +147,7 @@ static void attend_rows(const AttentionScratch& s, int64_t head_dim, float scale
     float* scores = s.scores + first * kKeyTile;
     float shrink[R];
     score_rows<R>(s.queries + first * head_dim, head_dim, s.keys, scores);
+    UNROLL
     for (int r = 0; r < R; r++)
         shrink[r] = soften(scores + r * kKeyTile, scale, count, s.split + (first + r) * stride);
     weigh_rows<R>(scores, s.values, head, count, shrink, s.split + first * stride + 2, stride);

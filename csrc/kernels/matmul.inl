@@ -15,9 +15,12 @@ template <int R, int V>
 INLINE void accumulate(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t k, vf (&acc)[R][V]) {
     for (int64_t i = 0; i < k; i++) {
         vf column[V];
+        UNROLL
         for (int v = 0; v < V; v++) column[v] = load(b + i * ldb + v * kWidth);
+        UNROLL
         for (int r = 0; r < R; r++) {
             const vf x = splat(a[r * lda + i]);
+            UNROLL
             for (int v = 0; v < V; v++) acc[r][v] = fma(x, column[v], acc[r][v]);
         }
     }
@@ -28,16 +31,20 @@ template <int R, int V>
 INLINE void accumulate(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, vf (&acc)[R][V]) {
     for (int64_t i = 0; i < (k + 1) / 2; i++) {
         vu column[V];
+        UNROLL
         for (int v = 0; v < V; v++) column[v] = load_as<vu>(b + 2 * (i * ldb + v * kWidth));
+        UNROLL
         for (int r = 0; r < R; r++) {
             uint32_t pair;
             __builtin_memcpy(&pair, a + r * lda + 2 * i, 4);
             const vu x = (vu)splat(static_cast<int32_t>(pair));
 #if defined(__AVX512BF16__)
+            UNROLL
             for (int v = 0; v < V; v++)
                 acc[r][v] = (vf)_mm512_dpbf16_ps((__m512)acc[r][v], (__m512bh)x, (__m512bh)column[v]);
 #else
             const vf even = (vf)(x << 16), odd = (vf)(x & 0xffff0000u);
+            UNROLL
             for (int v = 0; v < V; v++) {
                 acc[r][v] = fma(even, (vf)(column[v] << 16), acc[r][v]);
                 acc[r][v] = fma(odd, (vf)(column[v] & 0xffff0000u), acc[r][v]);
@@ -55,7 +62,9 @@ static void panel_tile(const T* x, int64_t stride, const T* panel, int64_t k, fl
     for (int64_t output = 0; output < kPanel; output += V * kWidth) {
         vf acc[R][V] = {};
         accumulate<R, V>(x, stride, panel + output * scale, kPanel, k, acc);
+        UNROLL
         for (int r = 0; r < R; r++)
+            UNROLL
             for (int v = 0; v < V; v++) store(tile + r * kPanel + output + v * kWidth, acc[r][v]);
     }
 }

@@ -19,6 +19,13 @@ constexpr int kWidthDouble = kWidth / 2;
 
 #define INLINE static inline __attribute__((always_inline))
 
+// Before a loop over registers: it must vanish, or the compiler keeps the accumulators in memory.
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
 template <class V, class T>
 INLINE V load_as(const T* from) {
     V v;
@@ -134,6 +141,7 @@ INLINE void transpose(vf (&row)[kWidth]) {
     const auto hi64 = [](vf a, vf b) { return (vf)_mm256_unpackhi_pd((__m256d)a, (__m256d)b); };
 #endif
     // Within each quarter (128 bits) of four rows: quarter q of other[4i + c] is column 4q + c of rows 4i … 4i + 3.
+    UNROLL
     for (int i = 0; i < kWidth; i += 4) {
         const vf a = lo32(row[i], row[i + 1]), b = hi32(row[i], row[i + 1]);
         const vf c = lo32(row[i + 2], row[i + 3]), d = hi32(row[i + 2], row[i + 3]);
@@ -143,6 +151,7 @@ INLINE void transpose(vf (&row)[kWidth]) {
         other[i + 3] = hi64(b, d);
     }
     // Then the quarters themselves: row[4q + c] gathers quarter q of other[c], other[4 + c], …
+    UNROLL
     for (int c = 0; c < 4; c++) {
 #if defined(__AVX512F__)
         const __m512 a = (__m512)other[c], b = (__m512)other[4 + c];

@@ -1,4 +1,4 @@
-"""The native executor: one call into C++ a step, on CPU. Knows nothing of requests, text or checkpoint formats.
+"""The native executor: one call into C++ a step, on CPU. Knows nothing of requests, text or file formats.
 
 The only module that touches the decoder in ``_core``.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from minivllm import _core
+from minivllm._core import Decoder, supported_isas
 from minivllm.batch import Batch, SamplingBatch, StepResult
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.kv_pool import KVPool
@@ -47,12 +47,12 @@ class NativeExecutor:
         if threads < 1:
             raise ConfigError(f"threads is {threads}; it must be at least 1")
         isa = os.environ.get(ISA_VARIABLE, "")
-        if isa and isa not in (isas := _core.supported_isas()):
+        if isa and isa not in (isas := supported_isas()):
             raise ConfigError(
                 f"{ISA_VARIABLE}={isa!r} is not among the instruction sets that this build and processor "
                 f"have: {', '.join(isas)}"
             )
-        self._decoder = _core.Decoder(checkpoint.config, pool, dtype, threads, isa)
+        self._decoder = Decoder(checkpoint.config, pool, dtype, threads, isa)
         for tensor in checkpoint.tensors():
             stored = tensor.data if tensor.dtype == "bfloat16" else tensor.to_float32()
             self._decoder.load(tensor.name, stored)
@@ -74,16 +74,14 @@ class NativeExecutor:
 
 def available_threads() -> int:
     """Processors that this process may use at a time: the smaller of its affinity and its cgroup's quota."""
-    if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    else:  # macOS
-        count = os.cpu_count() or 1
+    # macOS has no affinity.
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     return max(1, min(count, count if quota is None else int(quota)))
 
 
 def cpu_quota(membership: Path, root: Path) -> float | None:
-    """Processors that the cgroup quotas of this process add up to, the strictest of its ancestors'; None: no quota.
+    """Processors that this process's cgroup may use, by the strictest quota up its tree; None: no quota.
 
     Args:
         membership: /proc/self/cgroup, lines ``id:controllers:path``.
@@ -93,7 +91,7 @@ def cpu_quota(membership: Path, root: Path) -> float | None:
         lines = membership.read_text().splitlines()
     except OSError:
         return None
-    quotas = []
+    quotas: list[float] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # v2
