@@ -66,8 +66,8 @@ class ModelConfig:
             raise ModelError(f"{self.kind} model: norm_eps is {self.norm_eps}; it must be finite and ≥ 0")
         if self.rope_inv_freq is not None and 2 * len(self.rope_inv_freq) != self.head_dim:
             raise ModelError(
-                f"{self.kind} model: {len(self.rope_inv_freq)} rotary frequencies, but head_dim is "
-                f"{self.head_dim}"
+                f"{self.kind} model: rope_inv_freq has {len(self.rope_inv_freq)} frequencies, but "
+                f"head_dim is {self.head_dim}"
             )
 
 

@@ -54,9 +54,10 @@ def load_nanogpt(path: Path) -> Checkpoint:
         if type(name) is str and type(tensor) is TorchTensor
     }
     fields = Fields(arguments, f"{path}, model_args")
-    tokenizer = _tokenizer(path, value, fields.integer("vocab_size"))
+    rows = fields.integer("vocab_size")  # of the embedding, padding included
+    tokenizer = _tokenizer(path, value, rows)
     config = _config(fields, tokenizer)
-    stored = _stored(file, path, config, tensors)
+    stored = _stored(file, path, config, rows, tensors)
     return Checkpoint(
         config=config,
         dtype="float32" if all(tensor.dtype == "float32" for tensor in stored.values()) else "bfloat16",
@@ -102,7 +103,7 @@ def _config(fields: Fields, tokenizer: TokenizerSource | None) -> ModelConfig:
 
 
 def _stored(
-    file: TorchFile, path: Path, config: ModelConfig, tensors: dict[str, TorchTensor]
+    file: TorchFile, path: Path, config: ModelConfig, rows: int, tensors: dict[str, TorchTensor]
 ) -> dict[str, StoredTensor]:
     parts = ("weight", "bias") if config.norm_bias else ("weight",)
     names = {"transformer.wte.weight": "embed.weight", "transformer.wpe.weight": "pos_embed.weight"}
@@ -127,12 +128,13 @@ def _stored(
     stored = {
         ours: file.stored(theirs, tensors[theirs]) for theirs, ours in names.items() if theirs in tensors
     }
+    if embed is not None:
+        cut = [config.vocab_size, rows - config.vocab_size]
+        stored["embed.weight"] = split_rows(path, "wte.weight", stored["embed.weight"], cut)[0]
     for theirs, ours in fused.items():
         if theirs in tensors:
             thirds = split_rows(path, theirs, file.stored(theirs, tensors[theirs]), [config.hidden_size] * 3)
             stored |= dict(zip(ours, thirds, strict=True))
-    if "embed.weight" in stored and stored["embed.weight"].shape[0] > config.vocab_size:
-        stored["embed.weight"] = stored["embed.weight"].rows(0, config.vocab_size)
     return stored
 
 

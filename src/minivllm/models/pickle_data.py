@@ -14,8 +14,8 @@ from typing import Any
 from minivllm.errors import ModelError
 from minivllm.models.weights import shown
 
-#: A pickle of one byte an object makes some 64 times its size in memory; real ones here are below 1 MB.
-MAX_BYTES = 4_000_000
+#: GPT-2 XL's, optimizer included, has 0.3 MB. In memory, objects of one byte take some 64 times that.
+MAX_BYTES = 2_000_000
 
 #: What a name stands for: a function of the arguments, or (for names that are never called) a value
 Globals = Mapping[str, Any]

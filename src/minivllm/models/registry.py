@@ -3,6 +3,7 @@
 Knows which loader is for which files; formats are the loaders' own.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def resolve_model(name: str | Path) -> Path:
         if path is None:
             raise ModelError(f"{text} is not there yet: run `mini-vllm pull {text}`")
         return path
-    if Path(name).exists():
+    if text and os.path.exists(text):  # unlike Path.exists, no error for impossible names
         return Path(name)
     if isinstance(name, str) and _HUB_NAME.fullmatch(name):
         return _download_from_hub(name)

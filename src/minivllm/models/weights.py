@@ -123,7 +123,7 @@ def split_rows(path: Path, name: str, tensor: StoredTensor, sizes: list[int]) ->
     if not tensor.shape or tensor.shape[0] != sum(sizes):
         raise ModelError(
             f"{path}: tensor {shown(name)} has shape {list(tensor.shape)}, but the configuration asks for "
-            f"{sum(sizes)} outputs"
+            f"{sum(sizes)} rows"
         )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [tensor.rows(start, start + size) for start, size in zip(starts, sizes, strict=True)]
