@@ -38,7 +38,7 @@ Decoder::Decoder(const ModelConfig& config, const Pool& pool, Number number, int
 StepResult Decoder::execute(const Batch& batch, const SamplingBatch& sampling) {
     std::lock_guard<std::mutex> lock(mutex_);
     check(batch);
-    minivllm::check(sampling, batch.logit_rows.size, model_.config.vocab_size);
+    check_batch(sampling, batch.logit_rows.size, model_.config.vocab_size);
     StepResult result(sampling);
     copy_blocks(batch);
     last_hidden_.reserve(batch.logit_rows.size * hidden_stride_ * number_size(model_.number));

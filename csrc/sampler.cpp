@@ -203,7 +203,7 @@ void Sampler::write_logprobs(const float* logits, int64_t row, int64_t token, in
     }
 }
 
-void check(const SamplingBatch& b, int64_t rows, int64_t vocab_size) {
+void check_batch(const SamplingBatch& b, int64_t rows, int64_t vocab_size) {
     const auto fail = [](const std::string& what) { throw std::invalid_argument("sampling batch: " + what); };
     const std::pair<const char*, int64_t> sizes[] = {
         {"temperature", b.temperature.size},

@@ -29,7 +29,7 @@ struct SamplingBatch {
 };
 
 // Throws std::invalid_argument unless all arrays fit `rows` rows and the vocabulary.
-void check(const SamplingBatch& batch, int64_t rows, int64_t vocab_size);
+void check_batch(const SamplingBatch& batch, int64_t rows, int64_t vocab_size);
 
 // minivllm.batch.StepResult.
 struct StepResult {

@@ -176,7 +176,7 @@ INLINE void transpose(vf (&row)[kWidth]) {
 }
 
 // e^x: 2^n · e^r with |r| ≤ ln 2 / 2, and e^r by its Taylor series (the next term is 5e-9). Below −87.3 it is 0,
-// above 88 it stays near the largest float; NaN stays NaN.
+// above 88.3 infinity; NaN stays NaN.
 INLINE vf exp(vf x) {
     const vf lowest = splat(-87.33f), highest = splat(88.3f);
     const vf clamped = x > highest ? highest : (x < lowest ? lowest : x);
@@ -195,7 +195,7 @@ INLINE vf exp(vf x) {
     p = fma(p, r, splat(1.f));
     const vi exponent = ((vi)shifted - (vi)magic) << 23;
     const vf result = (vf)((vi)p + exponent);
-    return x != x ? x : (x < lowest ? vf{} : result);
+    return x != x ? x : (x < lowest ? vf{} : (x > highest ? splat(__builtin_inff()) : result));
 }
 
 INLINE float exp(float x) { return exp(splat(x))[0]; }

@@ -1,0 +1,368 @@
+// Every kernel of every ISA that this processor has: close to the same formula in plain double arithmetic, and bit
+// for bit the same however the rows are cut up.
+//   cmake -S . -B build/native -DMINIVLLM_TESTS=ON -DMINIVLLM_PYTHON=OFF && cmake --build build/native &&
+//   build/native/test_kernels
+#include "kernels/kernels.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <stdexcept>
+
+#include "check.h"
+
+using namespace minivllm;
+
+namespace {
+
+using Floats = std::vector<float>;
+std::mt19937 generator(1);
+const float kNan = std::numeric_limits<float>::quiet_NaN(), kInfinity = std::numeric_limits<float>::infinity();
+
+Floats random_floats(int64_t n, float scale = 1) {
+    std::normal_distribution<float> normal(0, scale);
+    Floats x(static_cast<size_t>(n));
+    for (float& value : x) value = normal(generator);
+    return x;
+}
+
+float widen(uint16_t x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+uint16_t narrow(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+std::vector<uint16_t> narrow(const Floats& x) {
+    std::vector<uint16_t> result(x.size());
+    std::transform(x.begin(), x.end(), result.begin(), [](float v) { return narrow(v); });
+    return result;
+}
+
+bool close(double a, double b, double tolerance) { return std::abs(a - b) <= tolerance * (1 + std::abs(b)); }
+
+double activation(Activation kind, double x) {
+    if (kind == Activation::silu) return x / (1 + std::exp(-x));
+    if (kind == Activation::gelu) return x * .5 * std::erfc(-x / std::sqrt(2.));
+    return x * .5 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+
+void test_activations(const Kernels& kernels) {
+    Floats x = random_floats(1001, 3);
+    for (float special : {0.f, -0.f, 20.f, -20.f, 100.f, -100.f, 1e-20f, 3e38f, -3e38f}) x.push_back(special);
+    for (Activation kind : {Activation::silu, Activation::gelu, Activation::gelu_tanh}) {
+        Floats y(x.size());
+        kernels.activate(kind, x.data(), y.data(), static_cast<int64_t>(x.size()));
+        for (size_t i = 0; i < x.size(); i++) {
+            const double expected = activation(kind, x[i]);
+            // Absolutely near zero, relatively elsewhere; tails to the left go to 0.
+            CHECK(std::abs(y[i] - expected) <= 1e-6 * std::max(1., std::abs(expected)));
+        }
+        float nan = kNan;
+        kernels.activate(kind, &nan, &nan, 1);
+        CHECK(std::isnan(nan));
+    }
+}
+
+void test_exp(const Kernels& kernels) {
+    for (int64_t n : {1, 7, 8, 1003}) {
+        std::vector<double> x(static_cast<size_t>(n)), y(x.size());
+        std::uniform_real_distribution<double> uniform(-720, 5);
+        for (double& value : x) value = uniform(generator);
+        x[0] = 5;
+        if (n > 2) x[1] = -std::numeric_limits<double>::infinity(), x[2] = 4.999999999;
+        kernels.exp_double(x.data(), 5, y.data(), n);
+        CHECK(y[0] == 1);
+        for (size_t i = 0; i < x.size(); i++) {
+            const double expected = std::exp(x[i] - 5);
+            CHECK(std::abs(y[i] - expected) <= (expected < 1e-300 ? 1e-300 : 4e-16 * expected));
+        }
+    }
+}
+
+void test_argmax(const Kernels& kernels) {
+    for (int64_t n : {1, 3, 16, 17, 100, 1000}) {
+        Floats x = random_floats(n);
+        const auto largest = std::max_element(x.begin(), x.end());
+        CHECK(kernels.argmax(x.data(), n) == largest - x.begin());
+        x.back() = *largest;  // a tie: the first counts
+        CHECK(kernels.argmax(x.data(), n) == std::max_element(x.begin(), x.end()) - x.begin());
+        for (float bad : {kNan, kInfinity}) {
+            for (size_t at : {size_t{0}, x.size() / 2, x.size() - 1}) {
+                Floats y = x;
+                y[at] = bad;
+                CHECK(kernels.argmax(y.data(), n) == -1);
+            }
+        }
+        Floats nothing(x.size(), -kInfinity);
+        CHECK(kernels.argmax(nothing.data(), n) == -1);
+        nothing.back() = -5;
+        CHECK(kernels.argmax(nothing.data(), n) == n - 1);
+    }
+}
+
+// A matmul with given weights [units * (gated ? 2 : 1) panels], checked against doubles for all rows.
+template <class T>
+void test_matmul(const Kernels& kernels, int64_t k, int64_t units, Epilogue epilogue, bool with_bias) {
+    constexpr bool half = sizeof(T) == 2;
+    const bool gated = epilogue == Epilogue::activate_gated, activated = gated || epilogue == Epilogue::activate;
+    const int64_t rows = 13, panels = units * (gated ? 2 : 1), k_stored = half ? (k + 1) / 2 * 2 : k;
+    const int64_t stride = padded(k), out_stride = units * kPanel;
+    Floats w = random_floats(panels * kPanel * k, 1 / std::sqrt(static_cast<float>(k))), x = random_floats(rows * k);
+    const Floats bias = random_floats(panels * kPanel), before = random_floats(rows * out_stride);
+    std::vector<T> packed(static_cast<size_t>(panels * kPanel * k_stored)), input(static_cast<size_t>(rows * stride));
+    const auto put = [](T& to, float& value) {
+        if constexpr (half) {
+            to = narrow(value);
+            value = widen(to);
+        } else {
+            to = value;
+        }
+    };
+    for (int64_t o = 0; o < panels * kPanel; o++)
+        for (int64_t i = 0; i < k; i++) {
+            const int64_t in_panel = half ? (i / 2 * kPanel + o % kPanel) * 2 + i % 2 : i * kPanel + o % kPanel;
+            put(packed[static_cast<size_t>(o / kPanel * kPanel * k_stored + in_panel)], w[static_cast<size_t>(o * k + i)]);
+        }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < k; i++) put(input[static_cast<size_t>(r * stride + i)], x[static_cast<size_t>(r * k + i)]);
+
+    std::vector<T> next(before.size());
+    Floats out = before;
+    Matmul job{input.data(), stride, packed.data(), k, with_bias ? bias.data() : nullptr, epilogue, Activation::silu,
+               activated ? static_cast<void*>(next.data()) : out.data(), out_stride};
+    const auto kernel = half ? kernels.matmul_bf16 : kernels.matmul_f32;
+    kernel(job, 0, rows, 0, units);
+
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t o = 0; o < out_stride; o++) {
+            const auto product = [&](int64_t output) {
+                double y = with_bias ? bias[static_cast<size_t>(output)] : 0;
+                for (int64_t i = 0; i < k; i++)
+                    y += double(x[static_cast<size_t>(r * k + i)]) * w[static_cast<size_t>(output * k + i)];
+                return y;
+            };
+            const auto at = static_cast<size_t>(r * out_stride + o);
+            double y = gated ? activation(Activation::silu, product(o / kPanel * 2 * kPanel + o % kPanel)) *
+                                   product((o / kPanel * 2 + 1) * kPanel + o % kPanel)
+                             : product(o);
+            if (epilogue == Epilogue::activate) y = activation(Activation::silu, y);
+            if (epilogue == Epilogue::add) y += before[at];
+            if (activated && half)
+                CHECK(close(widen(static_cast<uint16_t>(next[at])), y, 5e-3));
+            else
+                CHECK(close(activated ? static_cast<float>(next[at]) : out[at], y, 3e-6));
+        }
+    }
+
+    // Bit for bit the same in pieces of any height.
+    for (int64_t height : {1, 2, 3, 4, 5, 6, 7, 12}) {
+        std::vector<T> next_again(next.size());
+        Floats out_again = before;
+        job.out = activated ? static_cast<void*>(next_again.data()) : out_again.data();
+        for (int64_t r = 0; r < rows; r += height)
+            for (int64_t unit = 0; unit < units; unit++) kernel(job, r, std::min(rows, r + height), unit, unit + 1);
+        CHECK(out_again == out && next_again == next);
+    }
+}
+
+void test_norm(const Kernels& kernels) {
+    for (int64_t size : {1, 20, 64, 577}) {
+        const int64_t rows = 3, stride = padded(size);
+        const Floats x = random_floats(rows * stride, 2), weight = random_floats(size), bias = random_floats(size);
+        for (Norm kind : {Norm::layernorm, Norm::rmsnorm}) {
+            Floats y(x.size(), kNan);
+            std::vector<uint16_t> y_half(x.size(), 0x7fc0);
+            NormRows job{kind, Number::f32, x.data(), stride, size, weight.data(), bias.data(), 1e-5f, y.data(), stride};
+            kernels.norm(job, 0, rows);
+            job.out = y_half.data();
+            job.out_number = Number::bf16;
+            for (int64_t r = 0; r < rows; r++) kernels.norm(job, r, r + 1);
+            CHECK(narrow(y) == y_half);
+            for (int64_t r = 0; r < rows; r++) {
+                const float* row = x.data() + r * stride;
+                double mean = 0, squares = 0;
+                if (kind == Norm::layernorm)
+                    for (int64_t i = 0; i < size; i++) mean += row[i] / static_cast<double>(size);
+                for (int64_t i = 0; i < size; i++) squares += (row[i] - mean) * (row[i] - mean) / static_cast<double>(size);
+                for (int64_t i = 0; i < stride; i++) {
+                    const auto at = static_cast<size_t>(i);
+                    const double expected =
+                        i < size ? (row[i] - mean) / std::sqrt(squares + 1e-5) * weight[at] + bias[at] : 0;
+                    CHECK(close(y[static_cast<size_t>(r * stride + i)], expected, 1e-5));
+                }
+            }
+        }
+    }
+}
+
+// A cache of one layer, the last `context` positions of one sequence in shuffled blocks, all else NaN.
+struct Cache {
+    int64_t kv_heads, block_size, head_dim, num_blocks;
+    std::vector<int32_t> table;
+    Floats keys, values;                       // as float32, also where the cache holds bfloat16
+    std::vector<uint16_t> keys_half, values_half;
+    bool half;
+
+    Cache(int64_t kv_heads_, int64_t block_size_, int64_t head_dim_, int64_t context, bool half_)
+        : kv_heads(kv_heads_), block_size(block_size_), head_dim(head_dim_), half(half_) {
+        num_blocks = (context + block_size - 1) / block_size + 2;
+        for (int32_t i = 0; i < num_blocks; i++) table.push_back(i);
+        std::shuffle(table.begin(), table.end(), generator);
+        keys = values = Floats(static_cast<size_t>(num_blocks * kv_heads * block_size * head_dim), kNan);
+        for (int64_t position = 0; position < context; position++)
+            for (int64_t head = 0; head < kv_heads; head++) {
+                const Floats k = random_floats(head_dim), v = random_floats(head_dim);
+                for (int64_t d = 0; d < head_dim; d++) {
+                    const auto from = static_cast<size_t>(d);
+                    keys[at(position, head, d)] = half ? widen(narrow(k[from])) : k[from];
+                    values[at(position, head, d)] = half ? widen(narrow(v[from])) : v[from];
+                }
+            }
+        keys_half = narrow(keys);
+        values_half = narrow(values);
+    }
+
+    size_t at(int64_t position, int64_t head, int64_t d) const {
+        const int64_t block = table[static_cast<size_t>(position / block_size)];
+        return static_cast<size_t>(((block * kv_heads + head) * block_size + position % block_size) * head_dim + d);
+    }
+
+    CacheLayer layer() {
+        if (half) return {Number::bf16, keys_half.data(), values_half.data(), kv_heads, block_size, head_dim};
+        return {Number::f32, keys.data(), values.data(), kv_heads, block_size, head_dim};
+    }
+};
+
+void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim, int64_t context, bool half) {
+    const int64_t kv_heads = 2, group = 3, heads = kv_heads * group, rows = std::min<int64_t>(context, 9);
+    const int64_t stride = padded(heads * head_dim);
+    Cache cache(kv_heads, block_size, head_dim, context, half);
+    const Floats q = random_floats(rows * stride);
+    std::vector<int32_t> positions;
+    for (int64_t r = 0; r < rows; r++) positions.push_back(static_cast<int32_t>(context - rows + r));
+    Floats scratch(static_cast<size_t>(attention_scratch_size(rows * group, head_dim)));
+
+    Floats out(q.size());
+    Attention job{cache.layer(), q.data(), stride, heads, .3f, Number::f32, out.data(), stride};
+    const QueryTile tile{0, rows, positions.data(), cache.table.data()};
+    for (int64_t head = 0; head < kv_heads; head++) kernels.attend(job, tile, head, scratch.data());
+
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < heads; h++) {
+            const int64_t keys = positions[static_cast<size_t>(r)] + 1;
+            std::vector<double> weight, sum(static_cast<size_t>(head_dim));
+            double total = 0;
+            for (int64_t j = 0; j < keys; j++) {
+                double score = 0;
+                for (int64_t d = 0; d < head_dim; d++)
+                    score += double(q[static_cast<size_t>(r * stride + h * head_dim + d)]) * cache.keys[cache.at(j, h / group, d)];
+                weight.push_back(std::exp(.3 * score));
+                total += weight.back();
+            }
+            for (int64_t j = 0; j < keys; j++)
+                for (int64_t d = 0; d < head_dim; d++)
+                    sum[static_cast<size_t>(d)] += weight[static_cast<size_t>(j)] / total * cache.values[cache.at(j, h / group, d)];
+            for (int64_t d = 0; d < head_dim; d++)
+                CHECK(close(out[static_cast<size_t>(r * stride + h * head_dim + d)], sum[static_cast<size_t>(d)], 2e-5));
+        }
+
+    // Bit for bit the same row by row, and split by split.
+    Floats by_row(out.size()), by_split(out.size());
+    job.out = by_row.data();
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t head = 0; head < kv_heads; head++)
+            kernels.attend(job, {r, 1, positions.data() + r, cache.table.data()}, head, scratch.data());
+    job.out = by_split.data();
+    const int64_t splits = positions.back() / kContextSplit + 1, partial = rows * group * partial_size(head_dim);
+    Floats partials(static_cast<size_t>(splits * partial), kNan);
+    for (int64_t head = 0; head < kv_heads; head++) {
+        for (int64_t split = splits - 1; split >= 0; split--)
+            kernels.attend_split(job, tile, head, split, scratch.data(), partials.data() + split * partial);
+        kernels.merge_splits(job, tile, head, partials.data());
+    }
+    CHECK(by_row == out);
+    CHECK(by_split == out);
+}
+
+void test_rope_and_store(const Kernels& kernels, bool half) {
+    const int64_t heads = 4, kv_heads = 2, head_dim = 10, rows = 3, stride = padded((heads + 2 * kv_heads) * head_dim);
+    Cache cache(kv_heads, 5, head_dim, 4, half);
+    const Floats before = random_floats(rows * stride);
+    Floats qkv = before, cos_sin;
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t i = 0; i < 5; i++) cos_sin.push_back(std::cos(static_cast<float>(r * 5 + i)));
+        for (int64_t i = 0; i < 5; i++) cos_sin.push_back(std::sin(static_cast<float>(r * 5 + i)));
+    }
+    // Positions 4, 5 and 6: the fifth of one block, the first two of another.
+    std::vector<int32_t> slots = {cache.table[0] * 5 + 4, cache.table[1] * 5, cache.table[1] * 5 + 1};
+    kernels.rope_and_store({cache.layer(), qkv.data(), stride, heads, cos_sin.data(), slots.data()}, 0, rows);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t head = 0; head < heads + 2 * kv_heads; head++)
+            for (int64_t d = 0; d < head_dim; d++) {
+                const int64_t i = d % 5, other = d < 5 ? d + 5 : d - 5;
+                const float* x = before.data() + r * stride + head * head_dim;
+                const double angle = static_cast<double>(r * 5 + i);
+                const double turned = x[d] * std::cos(angle) + (d < 5 ? -1 : 1) * x[other] * std::sin(angle);
+                const auto stored = [&](const Floats& floats, const std::vector<uint16_t>& halves, int64_t kv_head) {
+                    const size_t at = cache.at(4 + r, kv_head, d);
+                    return half ? widen(halves[at]) : floats[at];
+                };
+                const double tolerance = half ? 5e-3 : 1e-6;
+                if (head < heads)
+                    CHECK(close(qkv[static_cast<size_t>(r * stride + head * head_dim + d)], turned, 1e-6));
+                else if (head < heads + kv_heads)
+                    CHECK(close(stored(cache.keys, cache.keys_half, head - heads), turned, tolerance));
+                else
+                    CHECK(close(stored(cache.values, cache.values_half, head - heads - kv_heads), x[d], tolerance));
+            }
+}
+
+void test_isa(const Kernels& kernels) {
+    const int before = check::failures();
+    test_activations(kernels);
+    test_exp(kernels);
+    test_argmax(kernels);
+    for (int64_t k : {1, 2, 33, 200}) {
+        for (bool bias : {false, true}) {
+            for (Epilogue e : {Epilogue::store, Epilogue::add, Epilogue::activate, Epilogue::activate_gated}) {
+                test_matmul<float>(kernels, k, 2, e, bias);
+                test_matmul<uint16_t>(kernels, k, 2, e, bias);
+            }
+        }
+    }
+    test_norm(kernels);
+    for (bool half : {false, true}) {
+        test_rope_and_store(kernels, half);
+        for (int64_t block_size : {1, 16, 256})
+            for (int64_t context : {1, 63, 65, 520, 1100}) test_attention(kernels, block_size, 20, context, half);
+        test_attention(kernels, 48, 64, 1030, half);
+        test_attention(kernels, 16, 128, 130, half);
+        test_attention(kernels, 7, 3, 70, half);
+    }
+    std::fprintf(stderr, "%s: %s\n", kernels.isa, check::failures() == before ? "good" : "BAD");
+}
+
+}  // namespace
+
+int main() {
+    for (const std::string& isa : supported_isas()) test_isa(kernels_for(isa));
+    CHECK(kernels_for("").isa == supported_isas().front());
+    CHECK(supported_isas().back() == "scalar");
+    bool thrown = false;
+    try {
+        kernels_for("sse9");
+    } catch (const std::invalid_argument& error) {
+        thrown = std::string(error.what()).find("'sse9'") != std::string::npos;
+    }
+    CHECK(thrown);
+    return check::report();
+}
