@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from helpers_step import Stepper, assert_follows
 
+from minivllm import LLM, SamplingParams
+from minivllm.config import ExecutorName
 from minivllm.executors.base import Executor
 from minivllm.executors.native import NativeExecutor
 from minivllm.kv_cache.kv_pool import KVGeometry, KVPool
@@ -171,6 +173,28 @@ def test_greedy_texts_and_logprobs(case: Any, make: Callable[[Checkpoint, KVPool
                 table = np.random.default_rng(i).permutation(pool.geometry.num_blocks).tolist()
                 stepper = Stepper(executor, block_size, table, chunk)
                 assert_follows(stepper, prompt, tokens, logits, TOLERANCE)
+
+
+@pytest.mark.parametrize("executor", ["torch", "native"])
+def test_greedy_texts_through_the_engine(case: Any, executor: ExecutorName) -> None:
+    """All ten at once, in chunks, in a pool that cannot hold them all: some are preempted and recomputed."""
+    checkpoint, texts = case
+    llm = LLM(
+        checkpoint.path,
+        dtype="float32",
+        executor=executor,
+        device="cpu",
+        block_size=8,
+        num_blocks=40,
+        max_num_batched_tokens=48,
+    )
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    outputs = llm.generate([prompt for prompt, _, _ in texts], params, use_tqdm=False)
+    assert llm.engine.scheduler.num_preemptions > 0
+    for output, (_, tokens, logits) in zip(outputs, texts, strict=True):
+        best = np.sort(logits, axis=1)[:, -2:]
+        assert (best[:, 1] - best[:, 0]).min() > 1e-5  # so that there is nothing to excuse
+        assert list(output.outputs[0].token_ids) == tokens
 
 
 def geometry(checkpoint: Checkpoint, block_size: int) -> KVGeometry:

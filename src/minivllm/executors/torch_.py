@@ -56,7 +56,6 @@ class TorchExecutor:
         pool: KVPool | KVGeometry,
         dtype: Literal["float32", "bfloat16"],
         device: str = "cpu",
-        threads: int | None = None,
     ) -> None:
         """Load the weights.
 
@@ -66,7 +65,6 @@ class TorchExecutor:
                 reserves memory on its own device.
             dtype: of matrices and of what they are multiplied with.
             device: "cpu", "cuda" or "cuda:<index>".
-            threads: that torch may use on the CPU, in the whole process; None: torch's own choice.
 
         Raises:
             ConfigError: there is no such device, or it has too little memory.
@@ -74,8 +72,6 @@ class TorchExecutor:
         self.config = checkpoint.config
         self.device = device
         _check_device(device)
-        if threads is not None:
-            torch.set_num_threads(threads)
         try:
             self.pool = _pool_tensor(pool, device)  # [layers, 2 (K, V), blocks, Hkv, block_size, D]
             self.weights: dict[str, Tensor] = {}
