@@ -19,7 +19,6 @@ from minivllm.text.vocabulary import (
     byte_level_bytes,
     decoder_steps,
     sentencepiece_bytes,
-    special_token_frame,
     utf8,
 )
 
@@ -34,7 +33,8 @@ def hf_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of a Hugging Face model directory.
 
     Reads tokenizer.json and, where they are, tokenizer_config.json, special_tokens_map.json and
-    chat_template.jinja.
+    chat_template.jinja. Whether a begin token is added is for tokenizer.json to say: as in transformers 5,
+    the configuration's add_bos_token has no effect.
 
     Raises:
         ModelError: tokenizer.json is missing or malformed, or decodes in a way that is not implemented.
@@ -52,11 +52,6 @@ def hf_tokenizer(directory: Path) -> Tokenizer:
     }
     special = {name: _special_token(backend, config.get(name)) for name in _SPECIAL_TOKENS}
     bos, eos = special["bos_token"], special["eos_token"]
-    if "add_bos_token" in config or "add_eos_token" in config:  # these have the last word
-        backend.post_processor = special_token_frame(
-            bos if config.get("add_bos_token") is True else None,
-            eos if config.get("add_eos_token") is True else None,
-        )
     return from_backend(
         backend,
         file,
