@@ -1,0 +1,1 @@
+"""One step of the model, on one device: C++ on the CPU, or readable PyTorch."""
