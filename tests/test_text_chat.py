@@ -196,6 +196,7 @@ def test_deeply_nested_messages_are_refused() -> None:
         ({"tools": [{"a": object()}]}, "tools"),
         ({"template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"template_kwargs": {"x": object()}}, "chat_template_kwargs"),
+        ({"template_kwargs": ["x"]}, "chat_template_kwargs"),
         ({"continue_final_message": True}, "continue_final_message"),
     ],
 )

@@ -331,8 +331,8 @@ def test_sentencepiece_special_and_user_defined_tokens() -> None:
     metadata = sentencepiece_metadata()
     tokenizer = load_tokenizer("gguf", data=metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
-    ids = tokenizer.encode("the</s>cat<tool>")
-    assert [tokens[i] for i in ids] == ["<s>", "▁the", "</s>", "▁cat", "<tool>"]
+    ids = tokenizer.encode("the</s>cat<unk><tool>")
+    assert [tokens[i] for i in ids] == ["<s>", "▁the", "</s>", "▁cat", "<unk>", "<tool>"]
     assert tokenizer.decode(ids) == "the cat<tool>"
     assert tokenizer.special_ids == {0, 1, 2}
 
@@ -508,7 +508,9 @@ def test_gpt2_from_the_hub_or_nowhere(tmp_path: Path, monkeypatch: pytest.Monkey
         raise ConnectionError("no network")
 
     monkeypatch.setattr(hf_tokenizer.huggingface_hub, "hf_hub_download", fail)
-    with pytest.raises(ModelError, match=r"put vocab\.json and merges\.txt, or tokenizer\.json, .*gpt2-bpe"):
+    with pytest.raises(
+        ModelError, match=r"pull gpt2-bpe.*put vocab\.json and merges\.txt, or tokenizer\.json, "
+    ):
         load_tokenizer("gpt2", tmp_path, cache_dir=tmp_path)
 
 

@@ -59,7 +59,9 @@ def render_chat(
     chat = _checked_messages(messages)
     if continue_final_message:
         chat[-1]["content"] += _END_MARK
-    variables = _plain("chat_template_kwargs", {} if template_kwargs is None else dict(template_kwargs))
+    if not isinstance(template_kwargs, Mapping | None):
+        raise RequestError("chat_template_kwargs must be an object", "chat_template_kwargs")
+    variables = _plain("chat_template_kwargs", dict(template_kwargs or {}))
     if wrong := _RESERVED & variables.keys():
         raise RequestError(
             f"chat_template_kwargs must not set {sorted(wrong)[0]!r}, which has a place of its own",

@@ -136,12 +136,12 @@ def gguf_tokenizer(data: Mapping[str, Any]) -> Tokenizer:
             f"implemented are 'gpt2' and 'llama'"
         )
 
-    for special in (True, False):
-        wanted = _CONTROL if special else _USER_DEFINED
+    for kinds in ((_CONTROL, _UNKNOWN), (_USER_DEFINED,)):
+        special = _CONTROL in kinds
         added = [
             AddedToken(token, normalized=False, special=special)
             for token, token_type in zip(tokens, types, strict=True)
-            if token_type == wanted and token
+            if token_type in kinds and token
         ]
         backend.add_special_tokens(added) if special else backend.add_tokens(added)
     bos, eos = (_token(data, name, tokens) for name in ("bos", "eos"))

@@ -62,7 +62,7 @@ def hf_tokenizer(directory: Path) -> Tokenizer:
     )
 
 
-def gpt2_tokenizer(directory: Path | None, cache_dir: Path) -> Tokenizer:
+def gpt2_tokenizer(directory: Path | None, cache_dir: Path | None) -> Tokenizer:
     """GPT-2's BPE: from ``directory``, from ``cache_dir``/gpt2-bpe, or from the Hub.
 
     A directory may hold vocab.json and merges.txt, encoder.json and vocab.bpe, or tokenizer.json.
@@ -70,18 +70,18 @@ def gpt2_tokenizer(directory: Path | None, cache_dir: Path) -> Tokenizer:
     Raises:
         ModelError: it is nowhere to be had, or is not GPT-2's.
     """
-    kept = cache_dir / "gpt2-bpe"
-    for place in (directory, kept):
-        if place is not None and (backend_and_file := _gpt2_files(place)):
+    places = [place for place in (directory, cache_dir and cache_dir / "gpt2-bpe") if place]
+    for place in places:
+        if backend_and_file := _gpt2_files(place):
             break
     else:
         try:
             file = Path(huggingface_hub.hf_hub_download(GPT2_HUB_NAME, "tokenizer.json"))
         except Exception as error:  # whatever the network or the Hub's library raises
             raise ModelError(
-                f"this model needs GPT-2's tokenizer, which could not be downloaded from the Hub "
-                f"({type(error).__name__}); put vocab.json and merges.txt, or tokenizer.json, of "
-                f"{GPT2_HUB_NAME} into {kept}, or use token ids as prompts"
+                f"this model needs GPT-2's tokenizer, and the Hub did not give it ({type(error).__name__}): "
+                f"run `mini-vllm pull gpt2-bpe`, or put vocab.json and merges.txt, or tokenizer.json, of "
+                f"{GPT2_HUB_NAME} into {' or '.join(map(str, places))}"
             ) from None
         backend_and_file = read_backend(file), file
     backend, file = backend_and_file

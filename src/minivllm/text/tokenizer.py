@@ -12,15 +12,13 @@ from minivllm.text.vocabulary import Tokenizer
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
-_CACHE_DIR = Path.home() / ".cache" / "mini-vllm"
-
 
 def load_tokenizer(
     kind: Literal["hf", "gguf", "chars", "gpt2"],
     path: Path | None = None,
     data: Mapping[str, Any] | None = None,
     *,
-    cache_dir: Path = _CACHE_DIR,
+    cache_dir: Path | None = None,
 ) -> Tokenizer:
     """Build the tokenizer that the fields of a ``TokenizerSource`` describe.
 
@@ -29,7 +27,7 @@ def load_tokenizer(
             characters; "gpt2": GPT-2's BPE.
         path: hf: that directory; gpt2: the directory looked in first.
         data: gguf: the ``tokenizer.*`` metadata; chars: ``{"itos": [...]}``.
-        cache_dir: gpt2: looked in next, in its gpt2-bpe; then the Hub is asked.
+        cache_dir: gpt2: the directory whose gpt2-bpe is looked in next; then the Hub is asked.
 
     Raises:
         ModelError: the tokenizer is missing, malformed, or of a kind that is not implemented.
