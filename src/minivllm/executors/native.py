@@ -52,6 +52,7 @@ class NativeExecutor:
                 f"{ISA_VARIABLE}={isa!r} is not among the instruction sets that this build and processor "
                 f"have: {', '.join(isas)}"
             )
+        self.pool = pool
         self._decoder = Decoder(checkpoint.config, pool, dtype, threads, isa)
         for tensor in checkpoint.tensors():
             stored = tensor.data if tensor.dtype == "bfloat16" else tensor.to_float32()
