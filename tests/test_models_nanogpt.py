@@ -450,13 +450,28 @@ def test_lying_tensors(tmp_path: Path, change: dict[str, Any], words: list[str])
         (lambda path: torch_zip(path, b"N.", compression=zipfile.ZIP_DEFLATED), "compressed"),
         (lambda path: torch_zip(path, b"N.", {"byteorder": b"big"}), "big-endian"),
         (lambda path: torch_zip(path, b"N.", {"x/data.pkl": b"N."}), "NanoGPT"),
-        (lambda path: zipfile.ZipFile(path, "w").close(), "data.pkl"),
+        (lambda path: zipfile.ZipFile(path, "w").close(), "zip"),
+        (
+            lambda path: path.write_bytes(
+                torch_zip(path, b"N.").read_bytes().replace(b"data.pkl", b"data.pxl")
+            ),
+            "data.pkl",
+        ),
     ],
 )
 def test_other_zip_files(tmp_path: Path, write: Callable[[Path], object], word: str) -> None:
     path = tmp_path / "ckpt.pt"
     write(path)
     assert_refused(path, word)
+
+
+def test_a_zip_of_several_disks(tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "ckpt.pt", b"N.")
+    content = path.read_bytes()
+    end = content.rindex(b"PK\5\6")
+    locator = b"PK\6\7" + struct.pack("<LQL", 1, 0, 2)
+    path.write_bytes(content[:end] + locator + content[end:])
+    assert_refused(path, "disks")
 
 
 @pytest.mark.torch

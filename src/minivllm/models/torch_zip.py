@@ -109,10 +109,10 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._raw = map_file(path)
-        if not zipfile.is_zipfile(path):
+        if self._raw[:4].tobytes() != b"PK\3\4":
             raise ModelError(
-                f"{path} is not a zip file as torch.save writes since 1.6: it is truncated, or older (then "
-                "load and save it with a newer torch)"
+                f"{path} is not a zip file as torch.save writes since 1.6; if it is older, load and save it "
+                "with a newer torch"
             )
         try:
             with zipfile.ZipFile(path) as archive:
