@@ -21,9 +21,9 @@ class SequenceStatus(Enum):
 class Sequence:
     """Owner of a sequence's tokens and progress. Block tables are KVCache's, queues the scheduler's.
 
-        token_ids   [ prompt ............ | output ........ ]
-                      0 ... num_computed_tokens ... num_tokens
-                      in the cache         still to compute
+    token_ids   [ prompt ............ | output ........ ]
+                  0 ... num_computed_tokens ... num_tokens
+                  in the cache         still to compute
     """
 
     seq_id: int  #: ordinal of arrival: the lower, the older
