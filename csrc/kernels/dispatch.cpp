@@ -15,6 +15,7 @@ namespace {
 std::vector<const Kernels*> supported() {
     std::vector<const Kernels*> tables;
 #if defined(MINIVLLM_X86_ISAS)
+    __builtin_cpu_init();
     // These say what processor and operating system (saved registers) both support.
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
