@@ -16,7 +16,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 NATIVE := build/native-sanitized
 # What the installed extension depends on; Python files are used in place (editable install).
-SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 
 .PHONY: demo test lint native-test install clean
 .DELETE_ON_ERROR:

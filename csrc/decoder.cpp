@@ -87,7 +87,8 @@ void Decoder::check(const Batch& b) const {
         const int32_t* copy = b.block_copies.data + i;
         const bool good = copy[0] >= 0 && copy[0] < pool_.num_blocks && copy[1] >= 0 && copy[1] < pool_.num_blocks &&
                           copy[0] != copy[1] && copy[2] >= 0 && copy[2] <= pool_.block_size;
-        if (!good) fail("no copy of " + number(copy[2]) + " slots from block " + number(copy[0]) + " to " + number(copy[1]));
+        if (!good)
+            fail("no copy of " + number(copy[2]) + " slots from block " + number(copy[0]) + " to " + number(copy[1]));
     }
 }
 
@@ -228,8 +229,8 @@ void Decoder::plan_attention(const Batch& batch, int64_t row, int64_t row_end) {
         while (r < end) {
             const int64_t rows = std::min(kQueryRows, end - r);
             const int64_t splits = batch.positions[r + rows - 1] / kContextSplit + 1;
-            tiles_.push_back({{r - row, rows, batch.positions.data + r, batch.block_tables.data + sequence * batch.table_width},
-                              splits, partials});
+            const int32_t* table = batch.block_tables.data + sequence * batch.table_width;
+            tiles_.push_back({{r - row, rows, batch.positions.data + r, table}, splits, partials});
             partials += splits * rows * c.num_heads * partial_size(c.head_dim);
             most_splits = std::max(most_splits, splits);
             r += rows;
@@ -268,7 +269,8 @@ void Decoder::attend(int64_t layer) {
     }
     const int64_t group_size = c.num_heads / c.num_kv_heads * partial_size(c.head_dim);
     const auto partials_of = [&](const Tile& tile, int64_t kv_head, int64_t split) {
-        return partials_.as<float>() + tile.partials + (kv_head * tile.num_splits + split) * tile.query.rows * group_size;
+        const int64_t before = kv_head * tile.num_splits + split;
+        return partials_.as<float>() + tile.partials + before * tile.query.rows * group_size;
     };
     threads_.run(static_cast<int64_t>(split_pieces_.size()) * c.num_kv_heads, [&](int64_t piece, int thread) {
         const auto [index, split] = split_pieces_[static_cast<size_t>(piece / c.num_kv_heads)];

@@ -33,10 +33,18 @@ constexpr std::chrono::microseconds kSpin{50};
 
 ThreadPool::ThreadPool(int num_threads) {
     if (num_threads < 1) throw std::invalid_argument("a thread pool needs at least one thread");
-    for (int thread = 1; thread < num_threads; thread++) helpers_.emplace_back([this, thread] { help(thread); });
+    try {
+        for (int thread = 1; thread < num_threads; thread++)
+            helpers_.emplace_back([this, thread] { help(thread); });
+    } catch (...) {  // the system gives no more threads: those that run must end before we throw
+        stop();
+        throw;
+    }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stop_.store(true);

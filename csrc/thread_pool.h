@@ -46,6 +46,7 @@ private:
     void run_erased(int64_t num_pieces, Function function, const void* context);
     void help(int thread);
     void work(int thread);
+    void stop();
 
     // The job. Written while no piece is unclaimed or unfinished; read only after a successful claim.
     Function function_ = nullptr;

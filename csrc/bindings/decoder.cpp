@@ -166,7 +166,8 @@ void load(Decoder& decoder, const std::string& name,
 }  // namespace
 
 void bind_decoder(nb::module_& module) {
-    module.def("supported_isas", &supported_isas, "Instruction sets with kernels in this build and processor, best first.");
+    module.def("supported_isas", &supported_isas,
+               "Instruction sets that this build has kernels for and this processor runs, best first.");
     nb::class_<Decoder>(module, "Decoder", "One step of a decoder over a paged KV pool (csrc/decoder.h).")
         .def(
             "__init__",

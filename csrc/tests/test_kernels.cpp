@@ -130,10 +130,12 @@ void test_matmul(const Kernels& kernels, int64_t k, int64_t units, Epilogue epil
     for (int64_t o = 0; o < panels * kPanel; o++)
         for (int64_t i = 0; i < k; i++) {
             const int64_t in_panel = half ? (i / 2 * kPanel + o % kPanel) * 2 + i % 2 : i * kPanel + o % kPanel;
-            put(packed[static_cast<size_t>(o / kPanel * kPanel * k_stored + in_panel)], w[static_cast<size_t>(o * k + i)]);
+            put(packed[static_cast<size_t>(o / kPanel * kPanel * k_stored + in_panel)],
+                w[static_cast<size_t>(o * k + i)]);
         }
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < k; i++) put(input[static_cast<size_t>(r * stride + i)], x[static_cast<size_t>(r * k + i)]);
+        for (int64_t i = 0; i < k; i++)
+            put(input[static_cast<size_t>(r * stride + i)], x[static_cast<size_t>(r * k + i)]);
 
     std::vector<T> next(before.size());
     Floats out = before;
@@ -181,7 +183,8 @@ void test_norm(const Kernels& kernels) {
         for (Norm kind : {Norm::layernorm, Norm::rmsnorm}) {
             Floats y(x.size(), kNan);
             std::vector<uint16_t> y_half(x.size(), 0x7fc0);
-            NormRows job{kind, Number::f32, x.data(), stride, size, weight.data(), bias.data(), 1e-5f, y.data(), stride};
+            NormRows job{kind,          Number::f32, x.data(), stride,   size,
+                         weight.data(), bias.data(), 1e-5f,    y.data(), stride};
             kernels.norm(job, 0, rows);
             job.out = y_half.data();
             job.out_number = Number::bf16;
@@ -192,7 +195,8 @@ void test_norm(const Kernels& kernels) {
                 double mean = 0, squares = 0;
                 if (kind == Norm::layernorm)
                     for (int64_t i = 0; i < size; i++) mean += row[i] / static_cast<double>(size);
-                for (int64_t i = 0; i < size; i++) squares += (row[i] - mean) * (row[i] - mean) / static_cast<double>(size);
+                for (int64_t i = 0; i < size; i++)
+                    squares += (row[i] - mean) * (row[i] - mean) / static_cast<double>(size);
                 for (int64_t i = 0; i < stride; i++) {
                     const auto at = static_cast<size_t>(i);
                     const double expected =
@@ -264,15 +268,18 @@ void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim
             for (int64_t j = 0; j < keys; j++) {
                 double score = 0;
                 for (int64_t d = 0; d < head_dim; d++)
-                    score += double(q[static_cast<size_t>(r * stride + h * head_dim + d)]) * cache.keys[cache.at(j, h / group, d)];
+                    score += double(q[static_cast<size_t>(r * stride + h * head_dim + d)]) *
+                             cache.keys[cache.at(j, h / group, d)];
                 weight.push_back(std::exp(.3 * score));
                 total += weight.back();
             }
             for (int64_t j = 0; j < keys; j++)
                 for (int64_t d = 0; d < head_dim; d++)
-                    sum[static_cast<size_t>(d)] += weight[static_cast<size_t>(j)] / total * cache.values[cache.at(j, h / group, d)];
+                    sum[static_cast<size_t>(d)] +=
+                        weight[static_cast<size_t>(j)] / total * cache.values[cache.at(j, h / group, d)];
             for (int64_t d = 0; d < head_dim; d++)
-                CHECK(close(out[static_cast<size_t>(r * stride + h * head_dim + d)], sum[static_cast<size_t>(d)], 2e-5));
+                CHECK(close(out[static_cast<size_t>(r * stride + h * head_dim + d)], sum[static_cast<size_t>(d)],
+                            2e-5));
         }
 
     // Bit for bit the same row by row, and split by split.

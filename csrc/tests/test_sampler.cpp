@@ -193,10 +193,12 @@ void test_nothing_to_choose() {
 void test_check() {
     Row row;
     check_batch(row.batch(), 1, 10);
-    CHECK_THROWS(std::invalid_argument, "sampling batch: temperature is not for 2 rows", check_batch(row.batch(), 2, 10));
+    CHECK_THROWS(std::invalid_argument, "sampling batch: temperature is not for 2 rows",
+                 check_batch(row.batch(), 2, 10));
     row.penalty_ids = {10};
     row.penalty_counts = {1};
-    CHECK_THROWS(std::invalid_argument, "sampling batch: penalty_token_ids: no token 10", check_batch(row.batch(), 1, 10));
+    CHECK_THROWS(std::invalid_argument, "sampling batch: penalty_token_ids: no token 10",
+                 check_batch(row.batch(), 1, 10));
     row.penalty_counts = {};
     CHECK_THROWS(std::invalid_argument, "sampling batch: penalty_start does not span its entries",
                  check_batch(row.batch(), 1, 11));
