@@ -5,62 +5,14 @@
 
 namespace minivllm {
 
-BlockList::BlockList(int32_t capacity)
-    : prev_(static_cast<size_t>(capacity) + 1, kUnlinked), next_(static_cast<size_t>(capacity) + 1, kUnlinked) {
-    prev_[capacity] = capacity;
-    next_[capacity] = capacity;
-}
-
-void BlockList::push_front(int32_t id) {
-    const int32_t after = next_[sentinel()];
-    prev_[id] = sentinel();
-    next_[id] = after;
-    prev_[after] = id;
-    next_[sentinel()] = id;
-    ++size_;
-}
-
-void BlockList::remove(int32_t id) {
-    next_[prev_[id]] = next_[id];
-    prev_[next_[id]] = prev_[id];
-    prev_[id] = kUnlinked;
-    next_[id] = kUnlinked;
-    --size_;
-}
-
-std::string BlockList::find_defect() const {
-    const int32_t capacity = sentinel();
-    int32_t linked = 0;
-    for (int32_t id = 0; id < capacity; ++id) {
-        if ((next_[id] == kUnlinked) != (prev_[id] == kUnlinked)) {
-            return "block " + std::to_string(id) + " is linked in one direction only";
-        }
-        linked += contains(id) ? 1 : 0;
-    }
-    if (linked != size_) {
-        return std::to_string(linked) + " blocks are linked, but the size is " + std::to_string(size_);
-    }
-    // size_ is right, so a walk that has not come home after size_ steps is on a ring of its own or runs in circles.
-    int32_t at = capacity;
-    for (int32_t step = 0; step <= size_; ++step) {
-        const int32_t next = next_[at];
-        if (next < 0 || next > capacity) {
-            return "the link after " + std::to_string(at) + " leads to " + std::to_string(next);
-        }
-        if (prev_[next] != at) {
-            return "the link from " + std::to_string(at) + " to " + std::to_string(next) + " does not lead back";
-        }
-        at = next;
-        if (at == capacity && step < size_) {
-            return "the list ends after " + std::to_string(step) + " of " + std::to_string(size_) + " blocks";
-        }
-    }
-    return "";
-}
-
 BlockError BlockAllocator::bad_num_blocks(const std::string& shown) {
     return BlockError("cannot manage " + shown + " blocks: the number must be from 1 to " +
                       std::to_string(kMaxBlocks));
+}
+
+BlockError BlockAllocator::bad_block_size(const std::string& shown) {
+    return BlockError("cannot manage blocks of " + shown + " tokens: the number must be from 1 to " +
+                      std::to_string(kMaxBlockSize));
 }
 
 BlockError BlockAllocator::bad_count(const std::string& shown) {
@@ -71,17 +23,27 @@ BlockError BlockAllocator::unknown_block(const std::string& shown) const {
     return BlockError("block " + shown + " is unknown: the ids are 0 to " + std::to_string(num_blocks() - 1));
 }
 
-static int32_t checked_num_blocks(int64_t num_blocks) {
-    if (num_blocks < 1 || num_blocks > BlockAllocator::kMaxBlocks) {
-        throw BlockAllocator::bad_num_blocks(std::to_string(num_blocks));
+int32_t BlockAllocator::require_num_blocks(int64_t num_blocks) {
+    if (num_blocks < 1 || num_blocks > kMaxBlocks) {
+        throw bad_num_blocks(std::to_string(num_blocks));
     }
     return static_cast<int32_t>(num_blocks);
 }
 
-BlockAllocator::BlockAllocator(int64_t num_blocks)
-    : ref_counts_(static_cast<size_t>(checked_num_blocks(num_blocks)), 0),
+int32_t BlockAllocator::require_block_size(int64_t block_size) {
+    if (block_size < 1 || block_size > kMaxBlockSize) {
+        throw bad_block_size(std::to_string(block_size));
+    }
+    return static_cast<int32_t>(block_size);
+}
+
+BlockAllocator::BlockAllocator(int64_t num_blocks, int64_t block_size)
+    : ref_counts_(static_cast<size_t>(require_num_blocks(num_blocks)), 0),
       states_(static_cast<size_t>(num_blocks), BlockState::free),
-      free_(static_cast<int32_t>(num_blocks)) {
+      continued_(static_cast<size_t>(num_blocks), 0),
+      index_(static_cast<int32_t>(num_blocks), require_block_size(block_size)),
+      free_(static_cast<int32_t>(num_blocks)),
+      cached_(static_cast<int32_t>(num_blocks)) {
     // Pushed from the last on, so that a fresh pool is handed out as 0, 1, 2, ...
     for (int32_t id = this->num_blocks() - 1; id >= 0; --id) {
         free_.push_front(id);
@@ -99,11 +61,14 @@ bool BlockAllocator::allocate(int64_t count, std::vector<int32_t>& block_ids) {
     if (count < 0) {
         throw bad_count(std::to_string(count));
     }
-    if (count > free_.size()) {
+    if (count > num_free_blocks()) {
         return false;
     }
     block_ids.resize(static_cast<size_t>(count));
     for (int32_t& id : block_ids) {
+        if (free_.size() == 0) {
+            evict();
+        }
         id = free_.front();
         free_.remove(id);
         ref_counts_[id] = 1;
@@ -111,8 +76,54 @@ bool BlockAllocator::allocate(int64_t count, std::vector<int32_t>& block_ids) {
     }
     num_references_ += count;
     total_allocated_ += count;
-    peak_in_use_ = std::max(peak_in_use_, num_blocks() - free_.size());
+    peak_in_use_ = std::max(peak_in_use_, num_in_use());
     return true;
+}
+
+void BlockAllocator::evict() {
+    const int32_t id = cached_.front();
+    cached_.remove(id);
+    index_.remove(id);
+    states_[id] = BlockState::free;
+    free_.push_front(id);
+    ++total_evicted_;
+}
+
+void BlockAllocator::drop_reference(int32_t id) {
+    --num_references_;
+    const int32_t left = --ref_counts_[id];
+    if (left == 1) {
+        --num_shared_;
+    } else if (left == 0) {
+        leave_use(id);
+    }
+}
+
+void BlockAllocator::leave_use(int32_t id) {
+    while (id != kNone && ref_counts_[id] == 0 && continued_[id] == 0) {
+        if (!index_.contains(id)) {
+            states_[id] = BlockState::free;
+            free_.push_front(id);
+            return;
+        }
+        states_[id] = BlockState::cached;
+        cached_.push_back(id);
+        id = index_.parent_block(id);
+        if (id != kNone) {
+            --continued_[id];
+        }
+    }
+}
+
+void BlockAllocator::return_to_use(int32_t id) {
+    while (id != kNone && states_[id] == BlockState::cached) {
+        cached_.remove(id);
+        states_[id] = BlockState::in_use;
+        id = index_.parent_block(id);
+        if (id != kNone) {
+            ++continued_[id];
+        }
+    }
 }
 
 void BlockAllocator::free(const std::vector<int32_t>& block_ids) {
@@ -131,7 +142,8 @@ void BlockAllocator::free(const std::vector<int32_t>& block_ids) {
     if (tried < block_ids.size()) {
         const int32_t id = block_ids[tried];
         if (ref_counts_[id] == 0) {
-            throw BlockError("block " + std::to_string(id) + " cannot be freed: it is free already");
+            throw BlockError("block " + std::to_string(id) + " cannot be freed: " +
+                             (states_[id] == BlockState::free ? "it is free already" : "nobody holds it"));
         }
         const auto times = std::count(block_ids.begin(), block_ids.end(), id);
         throw BlockError("block " + std::to_string(id) + " cannot be freed " + std::to_string(times) +
@@ -139,15 +151,8 @@ void BlockAllocator::free(const std::vector<int32_t>& block_ids) {
     }
 
     for (const int32_t id : block_ids) {
-        const int32_t left = --ref_counts_[id];
-        if (left == 1) {
-            --num_shared_;
-        } else if (left == 0) {
-            states_[id] = BlockState::free;
-            free_.push_front(id);
-        }
+        drop_reference(id);
     }
-    num_references_ -= static_cast<int64_t>(block_ids.size());
 }
 
 void BlockAllocator::fork(const std::vector<int32_t>& block_ids) {
@@ -157,7 +162,7 @@ void BlockAllocator::fork(const std::vector<int32_t>& block_ids) {
     size_t done = 0;
     for (; done < block_ids.size(); ++done) {
         int32_t& count = ref_counts_[block_ids[done]];
-        if (count == 0 || count == INT32_MAX) {
+        if (states_[block_ids[done]] == BlockState::free || count == INT32_MAX) {
             break;
         }
         num_shared_ += count == 1 ? 1 : 0;
@@ -165,52 +170,222 @@ void BlockAllocator::fork(const std::vector<int32_t>& block_ids) {
     }
     if (done < block_ids.size()) {
         const int32_t id = block_ids[done];
-        const bool is_free = ref_counts_[id] == 0;
+        const bool is_free = states_[id] == BlockState::free;
         for (size_t i = 0; i < done; ++i) {
             num_shared_ -= --ref_counts_[block_ids[i]] == 1 ? 1 : 0;
         }
         throw BlockError("block " + std::to_string(id) + " cannot be forked: " +
                          (is_free ? "it is free" : "its reference count would pass " + std::to_string(INT32_MAX)));
     }
+    for (const int32_t id : block_ids) {
+        return_to_use(id);
+    }
     num_references_ += static_cast<int64_t>(block_ids.size());
+    peak_in_use_ = std::max(peak_in_use_, num_in_use());
+}
+
+std::vector<int32_t> BlockAllocator::publish(const std::string& space, int32_t parent, const int32_t* token_ids,
+                                             int64_t count, const std::vector<int32_t>& block_ids) {
+    const auto cannot = [](int32_t id, const char* what, const std::string& why) {
+        return BlockError("block " + std::to_string(id) + " cannot be " + what + ": " + why);
+    };
+    for (const int32_t id : block_ids) {
+        require_known(id);
+    }
+    const auto held = static_cast<int64_t>(block_ids.size()) * block_size();
+    if (count != held) {
+        throw BlockError(std::to_string(block_ids.size()) + " blocks of " + std::to_string(block_size()) +
+                         " tokens hold " + std::to_string(held) + " tokens, not " + std::to_string(count));
+    }
+    int32_t node = index_.find_root(space);
+    if (parent != kNone) {
+        require_known(parent);
+        if (ref_counts_[parent] == 0) {
+            throw cannot(parent, "continued", "nobody holds it");
+        }
+        if (!index_.contains(parent)) {
+            throw cannot(parent, "continued", "it is not published");
+        }
+        if (index_.root_of(parent) != node) {
+            throw cannot(parent, "continued", "it is published in another namespace");
+        }
+        node = parent;
+    }
+
+    // A trial run that can be taken back: references are dropped from the blocks that give way to published ones
+    // (so that one which occurs several times is held as often), and the others become nodes.
+    std::vector<int32_t> table(block_ids);
+    const auto tokens_of = [&](size_t i) { return token_ids + i * static_cast<size_t>(block_size()); };
+    std::string defect;
+    size_t at = 0;
+    size_t num_old = 0;  // leading blocks whose tokens are published already: those behind a new node are all new
+    for (; at < table.size(); ++at) {
+        const int32_t id = block_ids[at];
+        const int32_t old =
+            at == num_old && node != kNone ? index_.find_child(node, tokens_of(at)) : kNone;
+        if (ref_counts_[id] == 0) {
+            defect = "nobody holds it";
+            for (size_t i = 0; i < at; ++i) {
+                if (block_ids[i] == id) defect = "it occurs more often than its reference count";
+            }
+        } else if (old != id && index_.contains(id)) {
+            defect = "it is published for other tokens";
+        } else if (old != kNone && old != id && ref_counts_[old] == INT32_MAX) {
+            defect = "the reference count of block " + std::to_string(old) + ", published for the same tokens, " +
+                     "would pass " + std::to_string(INT32_MAX);
+        }
+        if (!defect.empty()) {
+            break;
+        }
+        if (old != kNone) {
+            ref_counts_[id] -= old != id ? 1 : 0;
+            table[at] = old;
+            ++num_old;
+        } else if (node == kNone) {
+            index_.insert_first(id, space, tokens_of(at));
+        } else {
+            index_.insert(id, node, tokens_of(at));
+        }
+        node = table[at];
+    }
+    for (size_t i = 0; i < num_old; ++i) {
+        ref_counts_[block_ids[i]] += table[i] != block_ids[i] ? 1 : 0;
+    }
+    if (!defect.empty()) {
+        for (size_t i = at; i-- > num_old;) {
+            index_.remove(block_ids[i]);
+        }
+        throw cannot(block_ids[at], "published", defect);
+    }
+
+    for (size_t i = 0; i < num_old; ++i) {
+        if (table[i] != block_ids[i]) {
+            num_shared_ += ++ref_counts_[table[i]] == 2 ? 1 : 0;
+            ++num_references_;
+            return_to_use(table[i]);
+        }
+    }
+    for (size_t i = num_old; i < table.size(); ++i) {
+        const int32_t before = index_.parent_block(table[i]);
+        if (before != kNone) {
+            ++continued_[before];
+        }
+    }
+    for (size_t i = num_old; i-- > 0;) {
+        if (table[i] != block_ids[i]) {
+            drop_reference(block_ids[i]);
+        }
+    }
+    peak_in_use_ = std::max(peak_in_use_, num_in_use());
+    return table;
+}
+
+void BlockAllocator::reset_prefix_cache() {
+    while (cached_.size() > 0) {  // the most recently used one is then the first to be allocated
+        const int32_t id = cached_.front();
+        cached_.remove(id);
+        states_[id] = BlockState::free;
+        free_.push_front(id);
+    }
+    index_.clear();
+    std::fill(continued_.begin(), continued_.end(), 0);
+    for (int32_t id = 0; id < num_blocks(); ++id) {
+        if (states_[id] == BlockState::in_use) {
+            leave_use(id);  // if only a block that continued it kept it
+        }
+    }
 }
 
 AllocatorStats BlockAllocator::stats() const {
     AllocatorStats stats;
     stats.num_blocks = num_blocks();
     stats.num_free = free_.size();
-    stats.num_cached = 0;  // no prefix index yet
-    stats.num_in_use = num_blocks() - free_.size();
+    stats.num_cached = cached_.size();
+    stats.num_in_use = num_in_use();
     stats.num_shared = num_shared_;
+    stats.num_published = index_.size();
     stats.peak_in_use = peak_in_use_;
     stats.num_references = num_references_;
     stats.total_allocated = total_allocated_;
+    stats.total_evicted = total_evicted_;
     return stats;
 }
 
+// `continued`: how many blocks in use continue this one, counted afresh.
+std::string BlockAllocator::find_block_defect(int32_t id, int32_t continued) const {
+    const int32_t count = ref_counts_[id];
+    if (count < 0) {
+        return "has the reference count " + std::to_string(count);
+    }
+    if (continued_[id] != continued) {
+        return "is continued by " + std::to_string(continued) + " blocks in use, but " +
+               std::to_string(continued_[id]) + " are counted";
+    }
+    const bool in_use = count > 0 || continued > 0;
+    if ((states_[id] == BlockState::in_use) != in_use || (states_[id] == BlockState::cached && !index_.contains(id)) ||
+        (states_[id] == BlockState::free && index_.contains(id))) {
+        return "has the reference count " + std::to_string(count) + " but the state " +
+               std::to_string(static_cast<int>(states_[id]));
+    }
+    if (free_.contains(id) != (states_[id] == BlockState::free)) {
+        return "has the reference count " + std::to_string(count) +
+               (free_.contains(id) ? " but is on the free list" : " but is not on the free list");
+    }
+    if (cached_.contains(id) != (states_[id] == BlockState::cached)) {
+        return "has the reference count " + std::to_string(count) +
+               (cached_.contains(id) ? " but is on the list of cached blocks" : " but is not on the list of cached blocks");
+    }
+    return "";
+}
+
+// The least recently used block is evicted alone, so none that continues it may lie behind it.
+std::string BlockAllocator::find_cached_order_defect() const {
+    std::vector<int32_t> place(ref_counts_.size(), 0);
+    for (int32_t id = cached_.front(), i = 1; i <= cached_.size(); id = cached_.after(id), ++i) {
+        place[id] = i;
+    }
+    for (int32_t id = 0; id < num_blocks(); ++id) {
+        const int32_t parent = index_.parent_block(id);
+        if (parent != kNone && place[parent] != 0 && place[parent] < place[id]) {
+            return "block " + std::to_string(parent) + " would be evicted before block " + std::to_string(id) +
+                   ", which continues it";
+        }
+    }
+    return "";
+}
+
 void BlockAllocator::check_integrity() const {
-    const std::string defect = free_.find_defect();
-    if (!defect.empty()) {
-        throw BlockError("the free list is broken: " + defect);
+    const std::string free_defect = free_.find_defect();
+    if (!free_defect.empty()) {
+        throw BlockError("the free list is broken: " + free_defect);
+    }
+    const std::string cached_defect = cached_.find_defect();
+    if (!cached_defect.empty()) {
+        throw BlockError("the list of cached blocks is broken: " + cached_defect);
+    }
+    const std::string index_defect = index_.find_defect();
+    if (!index_defect.empty()) {
+        throw BlockError("the prefix index is broken: " + index_defect);
+    }
+    std::vector<int32_t> continued(ref_counts_.size(), 0);
+    for (int32_t id = 0; id < num_blocks(); ++id) {
+        if (states_[id] == BlockState::in_use && index_.parent_block(id) != kNone) {
+            ++continued[index_.parent_block(id)];
+        }
     }
     int32_t shared = 0;
     int64_t references = 0;
     for (int32_t id = 0; id < num_blocks(); ++id) {
-        const int32_t count = ref_counts_[id];
-        const std::string name = "block " + std::to_string(id);
-        if (count < 0) {
-            throw BlockError(name + " has the reference count " + std::to_string(count));
+        const std::string defect = find_block_defect(id, continued[id]);
+        if (!defect.empty()) {
+            throw BlockError("block " + std::to_string(id) + " " + defect);
         }
-        if (states_[id] != (count > 0 ? BlockState::in_use : BlockState::free)) {
-            throw BlockError(name + " has the reference count " + std::to_string(count) + " but the state " +
-                             std::to_string(static_cast<int>(states_[id])));
-        }
-        if (free_.contains(id) != (count == 0)) {
-            throw BlockError(name + " has the reference count " + std::to_string(count) +
-                             (count == 0 ? " but is not on the free list" : " but is on the free list"));
-        }
-        shared += count > 1 ? 1 : 0;
-        references += count;
+        shared += ref_counts_[id] > 1 ? 1 : 0;
+        references += ref_counts_[id];
+    }
+    const std::string order_defect = find_cached_order_defect();
+    if (!order_defect.empty()) {
+        throw BlockError(order_defect);
     }
     if (shared != num_shared_) {
         throw BlockError(std::to_string(shared) + " blocks are shared, but " + std::to_string(num_shared_) +
@@ -220,9 +395,8 @@ void BlockAllocator::check_integrity() const {
         throw BlockError("the reference counts add up to " + std::to_string(references) + ", but " +
                          std::to_string(num_references_) + " are counted");
     }
-    const int32_t in_use = num_blocks() - free_.size();
-    if (peak_in_use_ < in_use) {
-        throw BlockError(std::to_string(in_use) + " blocks are in use, but the peak is " +
+    if (peak_in_use_ < num_in_use()) {
+        throw BlockError(std::to_string(num_in_use()) + " blocks are in use, but the peak is " +
                          std::to_string(peak_in_use_));
     }
 }

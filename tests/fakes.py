@@ -100,4 +100,5 @@ class FakeExecutor:
 
 def fake_kv_cache(num_blocks: int, block_size: int) -> KVCache:
     """A KVCache over blocks of no particular model."""
-    return KVCache(KVGeometry(1, num_blocks, 1, block_size, 1, "float32"), create_block_allocator(num_blocks))
+    geometry = KVGeometry(1, num_blocks, 1, block_size, 1, "float32")
+    return KVCache(geometry, create_block_allocator(num_blocks, block_size))

@@ -1,4 +1,7 @@
-"""Both block allocators against each other and against a model that is a counter and a stack."""
+"""Both block allocators against each other and against a model that is a counter and a stack.
+
+What published blocks add to it is in test_prefix_index.py.
+"""
 
 import dataclasses
 from collections import Counter
@@ -42,7 +45,7 @@ class TwinAllocators(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(1, 10))
     def create(self, num_blocks: int) -> None:
-        self.twins: list[BlockAllocator] = [create_block_allocator(num_blocks, kind) for kind in KINDS]
+        self.twins: list[BlockAllocator] = [create_block_allocator(num_blocks, 4, kind) for kind in KINDS]
         self.num_blocks = num_blocks
         self.counts: Counter[int] = Counter()
         self.stack = list(reversed(range(num_blocks)))  # the last one is allocated next
@@ -159,9 +162,11 @@ class TwinAllocators(RuleBasedStateMachine):
                 num_cached=0,
                 num_in_use=len(self.counts),
                 num_shared=sum(count > 1 for count in counts),
+                num_published=0,
                 peak_in_use=self.peak,
                 num_references=sum(counts),
                 total_allocated=self.total,
+                total_evicted=0,
             )
 
     def teardown(self) -> None:
@@ -182,16 +187,16 @@ TestTwinAllocators.settings = settings(max_examples=60, stateful_step_count=30, 
 @pytest.fixture(params=KINDS)
 def allocator(request: pytest.FixtureRequest) -> BlockAllocator:
     """Eight blocks: 0, 1 and 2 in use, 1 shared by two."""
-    allocator = create_block_allocator(8, request.param)
+    allocator = create_block_allocator(8, 4, request.param)
     assert allocator.allocate(3) == [0, 1, 2]
     allocator.fork([1])
     return allocator
 
 
 def test_the_native_one_is_the_default() -> None:
-    assert type(create_block_allocator(1)) is type(create_block_allocator(1, "native"))
+    assert type(create_block_allocator(1, 1)) is type(create_block_allocator(1, 1, "native"))
     with pytest.raises(ConfigError, match="no block allocator 'rust': choose 'native' or 'reference'"):
-        create_block_allocator(1, "rust")  # type: ignore[arg-type]
+        create_block_allocator(1, 1, "rust")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,7 +214,25 @@ def test_the_native_one_is_the_default() -> None:
     ],
 )
 def test_bad_number_of_blocks(kind: Any, num_blocks: Any, message: str) -> None:
-    assert outcome(lambda: create_block_allocator(num_blocks, kind)) == ("error", message)
+    assert outcome(lambda: create_block_allocator(num_blocks, 1, kind)) == ("error", message)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("block_size", "message"),
+    [
+        (0, "cannot manage blocks of 0 tokens: the number must be from 1 to 2147483647"),
+        (2**31, "cannot manage blocks of 2147483648 tokens: the number must be from 1 to 2147483647"),
+        (-(2**80), f"cannot manage blocks of {-(2**80)} tokens: the number must be from 1 to 2147483647"),
+        (16.0, "block_size must be an integer, not 16.0 (float)"),
+        (None, "block_size must be an integer, not None (NoneType)"),
+    ],
+)
+def test_bad_block_size(kind: Any, block_size: Any, message: str) -> None:
+    assert outcome(lambda: create_block_allocator(1, block_size, kind)) == ("error", message)
+    if isinstance(block_size, int):  # of two numbers out of range, the first is named
+        message = "cannot manage 0 blocks: the number must be from 1 to 2147483646"
+    assert outcome(lambda: create_block_allocator(0, block_size, kind)) == ("error", message)
 
 
 @pytest.mark.parametrize(
@@ -245,12 +268,13 @@ def test_misuse_is_named_and_changes_nothing(
 
 def test_numbers_too_long_to_print() -> None:
     # Python refuses to print numbers of so many digits (newer ones by default); an error must still come.
-    native, other = (create_block_allocator(8, kind) for kind in KINDS)
+    native, other = (create_block_allocator(8, 4, kind) for kind in KINDS)
     for call in (
         lambda a: a.allocate(-(10**5000)),
         lambda a: a.free([10**5000]),
         lambda a: a.ref_count(10**5000),
-        lambda a: type(a)(10**5000),
+        lambda a: type(a)(10**5000, 1),
+        lambda a: type(a)(1, 10**5000),
     ):
         kind, message = outcome(lambda call=call: call(native))
         assert (kind, message) == outcome(lambda call=call: call(other))
@@ -318,7 +342,7 @@ def test_a_snapshot_stays_as_it_was(allocator: BlockAllocator) -> None:
 def test_a_reference_count_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     # Here with a lower one; the C++ test tries the real one (with --bench: it takes 2**31 forks).
     monkeypatch.setattr(reference, "MAX_REFERENCES", 3)
-    allocator = create_block_allocator(2, "reference")
+    allocator = create_block_allocator(2, 4, "reference")
     allocator.allocate(1)
     allocator.fork([0])
     assert outcome(lambda: allocator.fork([0, 0])) == (
@@ -345,7 +369,7 @@ def test_a_reference_count_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_integrity_check_finds(sabotage: Callable[[Any], None], message: str) -> None:
     # The reference; the C++ test does the same to the native one, whose fields Python cannot reach.
-    allocator = create_block_allocator(8, "reference")
+    allocator = create_block_allocator(8, 4, "reference")
     allocator.allocate(3)
     allocator.fork([1])
     allocator.check_integrity()

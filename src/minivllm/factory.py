@@ -36,7 +36,7 @@ def create_engine(config: EngineConfig) -> InferenceEngine:
 
     create_executor = _torch_executor if config.executor == "torch" else _native_executor
     executor, geometry, max_model_len = create_executor(config, checkpoint, dtype, kv_dtype)
-    kv_cache = KVCache(geometry, create_block_allocator(geometry.num_blocks))
+    kv_cache = KVCache(geometry, create_block_allocator(geometry.num_blocks, geometry.block_size))
     engine = InferenceEngine(
         executor=executor,
         kv_cache=kv_cache,

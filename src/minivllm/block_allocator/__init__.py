@@ -1,4 +1,4 @@
-"""Block allocator: physical block ids, reference counts and the free list. Knows no tensors or requests."""
+"""Block allocator: block ids, reference counts, free list and prefix index. Knows no tensors or requests."""
 
 from typing import Literal
 
@@ -7,6 +7,8 @@ from minivllm.block_allocator.interface import (
     AllocatorStats,
     BlockAllocator,
     BlockState,
+    PrefixMatch,
+    PublishedBlocks,
 )
 from minivllm.block_allocator.native import NativeBlockAllocator
 from minivllm.block_allocator.reference import ReferenceBlockAllocator
@@ -18,17 +20,19 @@ __all__ = [
     "BlockAllocator",
     "BlockState",
     "NativeBlockAllocator",
+    "PrefixMatch",
+    "PublishedBlocks",
     "ReferenceBlockAllocator",
     "create_block_allocator",
 ]
 
 
 def create_block_allocator(
-    num_blocks: int, kind: Literal["native", "reference"] = "native"
+    num_blocks: int, block_size: int, kind: Literal["native", "reference"] = "native"
 ) -> BlockAllocator:
-    """An allocator of ``num_blocks`` free blocks: the C++ one, or its Python twin, which answers the same."""
+    """A new allocator, all blocks free: the C++ one, or its Python twin, which answers the same."""
     if kind == "native":
-        return NativeBlockAllocator(num_blocks)
+        return NativeBlockAllocator(num_blocks, block_size)
     if kind == "reference":
-        return ReferenceBlockAllocator(num_blocks)
+        return ReferenceBlockAllocator(num_blocks, block_size)
     raise ConfigError(f"there is no block allocator {kind!r}: choose 'native' or 'reference'")
