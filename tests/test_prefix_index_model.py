@@ -1,0 +1,350 @@
+"""Both allocators with a prefix index against each other and a brute-force model of whole prefixes."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from helpers_prefix import KINDS, Prefix, outcome, prefixes_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from minivllm.block_allocator import (
+    AllocatorStats,
+    BlockAllocator,
+    BlockState,
+    PrefixMatch,
+    create_block_allocator,
+)
+
+
+class Model:
+    """No tree: a published block is known by its namespace and all tokens up to its end."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.counts: Counter[int] = Counter()
+        self.stack = list(reversed(range(num_blocks)))  # free blocks; the last one is allocated next
+        self.cached: list[int] = []  # the first one is evicted next
+        self.prefixes: dict[int, Prefix] = {}
+        self.peak = self.allocated = self.evicted = 0
+
+    def in_use(self, block: int) -> bool:
+        if self.counts[block] or block not in self.prefixes:
+            return self.counts[block] > 0
+        space, tokens = self.prefixes[block]
+        return any(
+            self.counts[other] and other_space == space and other_tokens[: len(tokens)] == tokens
+            for other, (other_space, other_tokens) in self.prefixes.items()
+        )
+
+    def block_of(self, prefix: Prefix) -> int | None:
+        return next((block for block, known in self.prefixes.items() if known == prefix), None)
+
+    def allocate(self, count: int) -> list[int] | None:
+        if count > len(self.stack) + len(self.cached):
+            return None
+        ids = []
+        for _ in range(count):
+            if self.stack:
+                ids.append(self.stack.pop())
+            else:
+                ids.append(self.cached.pop(0))
+                del self.prefixes[ids[-1]]
+                self.evicted += 1
+        self.allocated += count
+        self.add(ids)
+        return ids
+
+    def add(self, ids: list[int]) -> None:
+        self.counts.update(ids)
+        self.cached = [block for block in self.cached if not self.in_use(block)]
+        self.peak = max(self.peak, self.num_in_use())
+
+    def num_in_use(self) -> int:
+        return sum(map(self.in_use, range(self.num_blocks)))
+
+    def drop(self, ids: list[int]) -> None:
+        for block in ids:
+            self.counts[block] -= 1
+            self.settle()
+
+    def settle(self) -> None:
+        """Blocks that left use go to their list: the free ones by number, the others the deepest first."""
+        idle = set(range(self.num_blocks)) - {*self.stack, *self.cached}
+        idle = {block for block in idle if not self.in_use(block)}
+        self.stack += sorted(idle - self.prefixes.keys())
+        self.cached += sorted(idle & self.prefixes.keys(), key=lambda block: -len(self.prefixes[block][1]))
+
+    def match(self, space: bytes, tokens: list[int]) -> PrefixMatch:
+        whole: list[int] = []
+        end = self.block_size
+        while end <= len(tokens) and (block := self.block_of((space, tuple(tokens[:end])))) is not None:
+            whole.append(block)
+            end += self.block_size
+        begin = end - self.block_size
+        rest = tokens[begin:end]
+        best: tuple[int, tuple[int, ...], int] | None = None
+        for block, (other_space, other) in self.prefixes.items():
+            if other_space == space and len(other) == end and other[:begin] == tuple(tokens[:begin]):
+                run = max(n for n in range(len(rest) + 1) if tuple(rest[:n]) == other[begin : begin + n])
+                if run > 0:
+                    best = min(best or (-run, other, block), (-run, other, block))
+        return PrefixMatch(whole, best and best[2], -best[0] if best else 0)
+
+    def publish(
+        self, space: bytes, parent: int | None, tokens: list[int], ids: list[int]
+    ) -> list[int] | None:
+        """The table, or None if this is an error."""
+        known = range(self.num_blocks)
+        if len(tokens) != len(ids) * self.block_size or any(block not in known for block in ids):
+            return None
+        begin: tuple[int, ...] = ()
+        if parent is not None:
+            if parent not in self.prefixes or not self.counts[parent] or self.prefixes[parent][0] != space:
+                return None
+            begin = self.prefixes[parent][1]
+        prefixes = dict(self.prefixes)
+        counts = Counter(self.counts)
+        table = []
+        for at, block in enumerate(ids):
+            prefix = (space, begin + tuple(tokens[: (at + 1) * self.block_size]))
+            old = self.block_of(prefix)
+            if not counts[block] or (block in prefixes and (block != old or prefixes[block] != prefix)):
+                return None
+            if old is None:
+                prefixes[block] = prefix
+            elif old != block:
+                counts[block] -= 1
+            table.append(block if old is None else old)
+        self.prefixes = prefixes
+        self.counts.update(now for now, block in zip(table, ids, strict=True) if now != block)
+        self.cached = [block for block in self.cached if not self.in_use(block)]
+        self.drop([block for now, block in zip(table, ids, strict=True) if now != block][::-1])
+        self.peak = max(self.peak, self.num_in_use())
+        return table
+
+    def reset(self) -> None:
+        self.stack += self.cached
+        self.cached = []
+        self.prefixes = {}
+        self.settle()
+
+
+@dataclass
+class Table:
+    """What a sequence would hold: ``tokens`` fill ``ids``, the last of which may be partly filled."""
+
+    space: bytes
+    tokens: list[int]
+    ids: list[int]
+
+
+spaces = st.sampled_from([b"", b"\x00\xff"])
+token_lists = st.lists(st.sampled_from([-1, 0, 1]), max_size=8)
+
+
+class TwinPrefixCaches(RuleBasedStateMachine):
+    """Sequences that come, share, publish and go; loose blocks and misuse between them."""
+
+    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 3))
+    def create(self, num_blocks: int, block_size: int) -> None:
+        self.twins: list[BlockAllocator] = [
+            create_block_allocator(num_blocks, block_size, kind) for kind in KINDS
+        ]
+        self.model = Model(num_blocks, block_size)
+        self.tables: list[Table] = []
+        self.loose: list[int] = []  # references that no table accounts for
+
+    def ask(self, method: str, *args: Any) -> tuple[str, Any]:
+        """The same call to both; they must agree."""
+        native, other = (outcome(lambda twin=twin: getattr(twin, method)(*args)) for twin in self.twins)
+        assert native == other
+        assert type(native[1]) is type(other[1])
+        return native
+
+    def allocate(self, count: int) -> list[int] | None:
+        expected = self.model.allocate(count)
+        assert self.ask("allocate", count) == ("answer", expected)
+        return expected
+
+    def fork(self, ids: list[int]) -> None:
+        assert self.ask("fork", ids) == ("answer", None)
+        self.model.add(ids)
+
+    def free(self, ids: list[int]) -> None:
+        assert self.ask("free", ids) == ("answer", None)
+        self.model.drop(ids)
+
+    def publish(
+        self, space: bytes, parent: int | None, tokens: list[int], ids: list[int]
+    ) -> list[int] | None:
+        expected = self.model.publish(space, parent, tokens, ids)
+        kind, answer = self.ask("publish", space, parent, tokens, ids)
+        assert kind == ("error" if expected is None else "answer")
+        assert expected is None or answer == expected
+        return expected
+
+    @rule(space=spaces, tokens=token_lists, keep=st.integers(0, 8), with_partial=st.booleans())
+    def begin_table(self, space: bytes, tokens: list[int], keep: int, with_partial: bool) -> None:
+        kind, match = self.ask("match_prefix", space, tokens)
+        assert (kind, match) == ("answer", self.model.match(space, tokens))
+        shared = match.block_ids[:keep]
+        source = [match.partial_block] if with_partial and match.partial_block is not None else []
+        self.fork(shared + source)
+        own = self.allocate(-(-len(tokens) // self.model.block_size) - len(shared))
+        if own is None:
+            self.free([*source, *shared[::-1]])
+        else:
+            self.free(source)
+            self.tables.append(Table(space, tokens, shared + own))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), tokens=token_lists)
+    def grow_table(self, data: st.DataObject, tokens: list[int]) -> None:
+        table = data.draw(st.sampled_from(self.tables))
+        grown = table.tokens + tokens
+        own = self.allocate(max(-(-len(grown) // self.model.block_size) - len(table.ids), 0))
+        if own is not None and len(grown) < 20:
+            table.tokens = grown
+            table.ids = table.ids + own
+        else:
+            self.loose += own or []
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def publish_table(self, data: st.DataObject) -> None:
+        table = data.draw(st.sampled_from(self.tables))
+        size = self.model.block_size
+        full = len(table.tokens) // size
+        first = data.draw(st.integers(0, full))
+        last = data.draw(st.integers(first, full))
+        parent = table.ids[first - 1] if first else None
+        now = self.publish(
+            table.space, parent, table.tokens[first * size : last * size], table.ids[first:last]
+        )
+        table.ids[first:last] = now or table.ids[first:last]
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def fork_table(self, data: st.DataObject) -> None:
+        table = data.draw(st.sampled_from(self.tables))
+        self.fork(table.ids)
+        self.tables.append(Table(table.space, list(table.tokens), list(table.ids)))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), tail_first=st.booleans())
+    def release_table(self, data: st.DataObject, tail_first: bool) -> None:
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.free(table.ids[::-1] if tail_first else data.draw(st.permutations(table.ids)))
+
+    @rule(count=st.integers(0, 3))
+    def take_loose(self, count: int) -> None:
+        self.loose += self.allocate(count) or []
+
+    @precondition(lambda self: self.loose)
+    @rule(data=st.data())
+    def free_loose(self, data: st.DataObject) -> None:
+        self.loose = data.draw(st.permutations(self.loose))
+        self.free([self.loose.pop() for _ in range(data.draw(st.integers(1, len(self.loose))))])
+
+    @rule(ids=st.lists(st.integers(-1, 12), max_size=3))
+    def fork_any(self, ids: list[int]) -> None:
+        unknown = [block for block in ids if not 0 <= block < self.model.num_blocks]
+        free = [block for block in ids if block in self.model.stack]
+        if unknown or free:
+            kind, message = self.ask("fork", ids)
+            assert kind == "error"
+            assert message.startswith(f"block {(unknown or free)[0]} ")
+        else:
+            self.fork(ids)
+            self.loose += ids
+
+    @rule(ids=st.lists(st.integers(0, 11), min_size=1, max_size=3))
+    def free_too_much(self, ids: list[int]) -> None:
+        if any(ids.count(block) > self.model.counts[block] for block in ids):
+            assert self.ask("free", ids)[0] == "error"
+
+    @rule(
+        space=spaces,
+        parent=st.none() | st.integers(-1, 12),
+        tokens=token_lists,
+        ids=st.lists(st.integers(-1, 12), max_size=4),
+    )
+    def publish_any(self, space: bytes, parent: int | None, tokens: list[int], ids: list[int]) -> None:
+        if ids and tokens:  # mostly of the right number
+            tokens = (tokens * 12)[: len(ids) * self.model.block_size] + tokens[7:]
+        now = self.publish(space, parent, tokens, ids)
+        for block, instead in zip(ids, now or ids, strict=True):
+            if block == instead:
+                continue
+            holders = [ids for ids in (self.loose, *(table.ids for table in self.tables)) if block in ids]
+            holders[0][holders[0].index(block)] = instead
+
+    @rule(space=spaces, tokens=token_lists)
+    def match_any(self, space: bytes, tokens: list[int]) -> None:
+        expected = self.model.match(space, tokens)
+        assert self.ask("match_prefix", space, np.array(tokens, np.int32)) == ("answer", expected)
+
+    @precondition(lambda self: self.model.prefixes)
+    @rule(data=st.data(), more=token_lists)
+    def match_known(self, data: st.DataObject, more: list[int]) -> None:
+        space, known = data.draw(st.sampled_from(sorted(self.model.prefixes.values())))
+        tokens = [*known[: data.draw(st.integers(0, len(known)))], *more]
+        assert self.ask("match_prefix", space, tokens) == ("answer", self.model.match(space, tokens))
+
+    @rule(really=st.integers(0, 4))
+    def reset(self, really: int) -> None:
+        if really == 0:
+            assert self.ask("reset_prefix_cache") == ("answer", None)
+            self.model.reset()
+
+    @invariant()
+    def everything_is_as_the_model_says(self) -> None:
+        if not hasattr(self, "twins"):
+            return
+        model = self.model
+        counts = [model.counts[block] for block in range(model.num_blocks)]
+        states = [BlockState.IN_USE] * model.num_blocks
+        for block in model.stack:
+            states[block] = BlockState.FREE
+        for block in model.cached:
+            states[block] = BlockState.CACHED
+        expected = AllocatorStats(
+            num_blocks=model.num_blocks,
+            num_free=len(model.stack),
+            num_cached=len(model.cached),
+            num_in_use=model.num_in_use(),
+            num_shared=sum(count > 1 for count in counts),
+            num_published=len(model.prefixes),
+            peak_in_use=model.peak,
+            num_references=sum(counts),
+            total_allocated=model.allocated,
+            total_evicted=model.evicted,
+        )
+        assert [state == BlockState.IN_USE for state in states] == list(map(model.in_use, range(len(states))))
+        for twin in self.twins:
+            twin.check_integrity()
+            snapshot = twin.snapshot()
+            assert snapshot.ref_counts.tolist() == counts
+            assert snapshot.states.tolist() == states
+            assert twin.stats() == expected
+            assert twin.num_free_blocks == expected.num_free + expected.num_cached
+            assert prefixes_of(twin.published()) == sorted(
+                ((space, tokens), block) for block, (space, tokens) in model.prefixes.items()
+            )
+
+    def teardown(self) -> None:
+        if not hasattr(self, "twins"):
+            return
+        for table in self.tables:
+            self.free(table.ids[::-1])
+        self.free(self.loose)
+        assert not +self.model.counts
+        for _ in range(self.model.num_blocks):  # the order in which they are evicted
+            self.allocate(1)
+
+
+TestTwinPrefixCaches = TwinPrefixCaches.TestCase
+TestTwinPrefixCaches.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
