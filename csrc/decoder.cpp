@@ -73,8 +73,8 @@ void Decoder::check(const Batch& b) const {
             if (position != context - end + row) fail(name + "positions do not lead up to context_lens");
             if (position >= c.max_position && c.rope_inv_freq.empty())
                 fail(name + "the model has no position " + number(position));
-            if (slot < 0 || slot >= num_slots) fail(name + "there is no slot " + number(slot));
-            if (slot != table[position / pool_.block_size] * pool_.block_size + position % pool_.block_size)
+            if (slot < -1 || slot >= num_slots) fail(name + "there is no slot " + number(slot));
+            if (slot >= 0 && slot != table[position / pool_.block_size] * pool_.block_size + position % pool_.block_size)
                 fail(name + "slot " + number(slot) + " is not where its block table has position " + number(position));
             if (b.token_ids[row] < 0 || b.token_ids[row] >= c.vocab_size)
                 fail(name + "there is no token " + number(b.token_ids[row]));

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minivllm.batch import Batch, SamplingBatch, StepResult
+from minivllm.batch import NO_SLOT, Batch, SamplingBatch, StepResult
 from minivllm.block_allocator import create_block_allocator
 from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.kv_cache.kv_pool import KVGeometry
@@ -59,9 +59,15 @@ class FakeExecutor:
             assert array.dtype == np.int32 and array.flags.c_contiguous, name
         assert batch.query_start[0] == 0 and batch.query_start[-1] == num_rows
         assert len(batch.logit_rows) == len(sampling.temperature)
-        assert len(set(batch.slot_mapping.tolist())) == num_rows, "two rows write to one slot"
-        self.tokens[batch.slot_mapping] = batch.token_ids
-        self.positions[batch.slot_mapping] = batch.positions
+        for source, destination, count in batch.block_copies.tolist():
+            for memory in (self.tokens, self.positions):
+                blocks = memory.reshape(-1, self.block_size)
+                blocks[destination, :count] = blocks[source, :count]
+        new = batch.slot_mapping != NO_SLOT
+        slots = batch.slot_mapping[new]
+        assert len(set(slots.tolist())) == len(slots), "two rows write to one slot"
+        self.tokens[slots] = batch.token_ids[new]
+        self.positions[slots] = batch.positions[new]
 
         logit_rows = batch.logit_rows.tolist()
         token_ids, logprobs = [], []

@@ -57,6 +57,7 @@ class Setup:
     eos: tuple[int, ...] = (EOS,)
     tokenizer: bool = True
     seed: int = 0
+    prefix_caching: bool = True
 
     def engine(self) -> InferenceEngine:
         """A fresh engine; ``max_model_len`` is the pool's, or the tiny model's."""
@@ -66,7 +67,8 @@ class Setup:
         executor: Any = FakeExecutor(geometry)
         if self.model == "native":
             executor = NativeExecutor(tiny_checkpoint(), KVPool.reserve(geometry), self.dtype, self.threads)
-        kv_cache = KVCache(geometry, create_block_allocator(self.num_blocks))
+        allocator = create_block_allocator(self.num_blocks, self.block_size)
+        kv_cache = KVCache(geometry, allocator, self.prefix_caching)
         return InferenceEngine(
             executor=executor,
             kv_cache=kv_cache,

@@ -78,7 +78,7 @@ def test_integrity_check_notices_a_block_that_the_allocator_knows_otherwise() ->
     cache.allocate(a, 3)
     cache.check_integrity()
     cache._allocator.fork(cache.table(a)[:1])
-    with pytest.raises(BlockError, match=rf"block {cache.table(a)[0]} is in 1 tables, but its count is 2"):
+    with pytest.raises(BlockError, match=f"block {cache.table(a)[0]} 1 times, but its count is 2"):
         cache.check_integrity()
     cache._allocator.free(cache.table(a)[:1])
     cache._allocator.allocate(2)

@@ -75,7 +75,7 @@ struct RopeAndStore {
     int64_t qkv_stride;
     int64_t heads;
     const float* cos_sin;  // [rows][head_dim]: head_dim / 2 cosines, then as many sines; null: no rotation
-    const int32_t* slots;  // [rows]
+    const int32_t* slots;  // [rows]; negative: k and v of the row are in the cache already
 };
 
 // Rows of one sequence that attend together; they read the cache only.

@@ -111,6 +111,7 @@ static void rope_and_store(const RopeAndStore& m, int64_t row, int64_t row_end) 
         if (m.cos_sin)  // the heads of q and k lie side by side
             for (int64_t head = 0; head < m.heads + c.kv_heads; head++)
                 rotate(q + head * c.head_dim, m.cos_sin + row * c.head_dim, c.head_dim / 2);
+        if (m.slots[row] < 0) continue;  // stored already
         if (c.number == Number::f32) {
             store_row<float>(m, k, c.keys, m.slots[row]);
             store_row<float>(m, v, c.values, m.slots[row]);

@@ -18,6 +18,10 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 
+NO_SLOT = (
+    -1
+)  #: in ``slot_mapping``: the row's K and V are in the cache already, in a block that others may share
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -25,7 +29,9 @@ class Batch:
 
     token_ids: IntArray  #: [T]
     positions: IntArray  #: [T] absolute position of each row in its sequence
-    slot_mapping: IntArray  #: [T] slot (block_id * block_size + offset) that K and V of the row go to
+    slot_mapping: (
+        IntArray  #: [T] slot (block_id * block_size + offset) that K and V of the row go to, or NO_SLOT
+    )
     query_start: IntArray  #: [S + 1] rows query_start[s] : query_start[s + 1] belong to sequence s
     context_lens: IntArray  #: [S] tokens of sequence s in the cache once this step has written
     block_tables: IntArray  #: [S, W] physical block ids in order; entries beyond the context are 0

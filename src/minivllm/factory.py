@@ -36,7 +36,8 @@ def create_engine(config: EngineConfig) -> InferenceEngine:
 
     create_executor = _torch_executor if config.executor == "torch" else _native_executor
     executor, geometry, max_model_len = create_executor(config, checkpoint, dtype, kv_dtype)
-    kv_cache = KVCache(geometry, create_block_allocator(geometry.num_blocks, geometry.block_size))
+    allocator = create_block_allocator(geometry.num_blocks, geometry.block_size)
+    kv_cache = KVCache(geometry, allocator, config.enable_prefix_caching)
     engine = InferenceEngine(
         executor=executor,
         kv_cache=kv_cache,

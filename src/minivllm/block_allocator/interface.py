@@ -68,7 +68,7 @@ class PrefixMatch:
     block_ids: list[int]  #: whole blocks, in order
     partial_block: int | None
     """The child of the last of these (of the namespace, if there are none) that shares the longest run of
-    leading tokens with what follows; of several, the one whose tokens come first in order. None if none does."""
+    leading tokens with what follows; of several, the one whose tokens come first; None: none does."""
     partial_tokens: int  #: the length of that run, less than ``block_size``
 
 

@@ -228,6 +228,10 @@ class InferenceEngine:
         )
         return tokenizer.encode(text, add_special_tokens=False)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix, so that the next requests compute everything. Running ones go on."""
+        self.kv_cache.reset_prefix_cache()
+
     # --- what others may see ---
 
     def metrics(self) -> EngineMetrics:
@@ -237,10 +241,13 @@ class InferenceEngine:
             num_waiting=self.scheduler.num_waiting,
             num_blocks=self.kv_cache.geometry.num_blocks,
             num_free_blocks=self.kv_cache.num_free_blocks,
+            num_cached_blocks=self.kv_cache.num_cached_blocks,
             steps=self._num_steps,
             computed_tokens=self._num_computed,
             generated_tokens=self._num_generated,
             preemptions=self.scheduler.num_preemptions,
+            queried_tokens=self.scheduler.num_queried_tokens,
+            cached_tokens=self.scheduler.num_cached_tokens,
             finished_requests=self._num_finished,
         )
 
@@ -276,7 +283,7 @@ class InferenceEngine:
             prompt_token_ids=request.prompt_token_ids,
             outputs=[completion],
             finished=completion.finished,
-            num_cached_tokens=sequence.num_cached_tokens,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
             seed=sequence.seed,
         )
         if output.finished:

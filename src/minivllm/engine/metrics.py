@@ -10,9 +10,12 @@ class EngineMetrics:
     num_running: int  #: sequences that hold blocks
     num_waiting: int  #: sequences that hold none
     num_blocks: int  #: physical blocks of the pool
-    num_free_blocks: int
+    num_free_blocks: int  #: blocks that no sequence holds
+    num_cached_blocks: int  #: of these, blocks that still hold a prefix for whoever begins with it
     steps: int  #: steps carried out
     computed_tokens: int  #: rows that went through the model, recomputed ones included
     generated_tokens: int
     preemptions: int
+    queried_tokens: int  #: prompt tokens of the requests admitted
+    cached_tokens: int  #: of these, taken from the prefix cache
     finished_requests: int  #: for whatever reason, aborted ones included

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from minivllm.batch import Batch, IntArray, SamplingBatch, StepResult
+from minivllm.batch import NO_SLOT, Batch, IntArray, SamplingBatch, StepResult
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.kv_pool import KVGeometry, KVPool
 from minivllm.models.weights import Checkpoint, WeightTensor
@@ -111,7 +111,9 @@ class TorchExecutor:
         config = self.config
         positions = self._indices(batch.positions)
         x = self.weights["embed.weight"][self._indices(batch.token_ids)].float()  # [T, hidden]
-        slots = self._indices(batch.slot_mapping)  # [T]: where K and V of each row go
+        # K and V of row new_rows[i] go to slot slots[i]; those of the others are in the cache already.
+        new_rows = self._indices(np.flatnonzero(batch.slot_mapping != NO_SLOT).astype(np.int32))
+        slots = self._indices(batch.slot_mapping)[new_rows]
         blocks, offsets = slots // self.block_size, slots % self.block_size
         rotation = None
         if config.rope_inv_freq is None:
@@ -129,8 +131,8 @@ class TorchExecutor:
             if rotation is not None:
                 q, k = _rotated(q, *rotation), _rotated(k, *rotation)
             keys, values = self.pool[i]  # [blocks, Hkv, block_size, D] each
-            keys[blocks, :, offsets] = k.to(keys.dtype)
-            values[blocks, :, offsets] = v.to(values.dtype)
+            keys[blocks, :, offsets] = k[new_rows].to(keys.dtype)
+            values[blocks, :, offsets] = v[new_rows].to(values.dtype)
             x = x + self._linear(self._attention(q, keys, values, batch).flatten(1), f"{layer}.o")
 
             h = self._norm(x, f"{layer}.mlp_norm")
