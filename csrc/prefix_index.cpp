@@ -31,55 +31,44 @@ int32_t PrefixIndex::find_root(const std::string& space) const {
 }
 
 int32_t PrefixIndex::find_child(int32_t node, const int32_t* token_ids) const {
-    int32_t at = top_of(node);
-    while (at != kNone) {
-        const int32_t* here = tokens(at);
-        const int32_t run = shared_run(token_ids, here, block_size_);
-        if (run == block_size_) {
-            break;
+    return search(top_of(node), token_ids, block_size_).found;
+}
+
+PrefixIndex::Search PrefixIndex::search(int32_t top, const int32_t* token_ids, int32_t count) const {
+    Search result;
+    while (top != kNone) {
+        const int32_t* here = tokens(top);
+        const int32_t run = shared_run(token_ids, here, count);
+        if (run > result.longest) {
+            result.longest = run;
+            result.highest = top;
         }
-        at = token_ids[run] < here[run] ? left_[at] : right_[at];
+        if (run == count) {
+            result.found = top;
+            if (count == block_size_) {
+                break;  // no two siblings are equal
+            }
+        }
+        top = run == count || token_ids[run] < here[run] ? left_[top] : right_[top];
     }
-    return at;
+    return result;
 }
 
 PrefixMatch PrefixIndex::match(const std::string& space, const int32_t* token_ids, int64_t count) const {
     PrefixMatch found;
     int32_t node = find_root(space);
-    if (node == kNone) {
-        return found;
-    }
-    const int32_t* const end = token_ids + count;
-    for (; end - token_ids >= block_size_; token_ids += block_size_) {
-        const int32_t child = find_child(node, token_ids);
-        if (child == kNone) {
+    while (node != kNone && count > 0) {
+        const auto rest = static_cast<int32_t>(std::min<int64_t>(count, block_size_));
+        const Search child = search(top_of(node), token_ids, rest);
+        if (child.longest < block_size_) {
+            found.partial_tokens = child.longest;
+            found.partial_block = search(child.highest, token_ids, child.longest).found;
             break;
         }
-        found.block_ids.push_back(child);
-        node = child;
-    }
-
-    // What follows is no child of the node (or too short to be one). In token order its neighbours share the most
-    // tokens with it, and a search passes both. A second search finds the first of all that share as many.
-    const auto rest = static_cast<int32_t>(std::min<int64_t>(end - token_ids, block_size_));
-    int32_t longest = 0;
-    for (int32_t at = top_of(node); at != kNone;) {
-        const int32_t* here = tokens(at);
-        const int32_t run = shared_run(token_ids, here, rest);
-        longest = std::max(longest, run);
-        at = run == rest || token_ids[run] < here[run] ? left_[at] : right_[at];
-    }
-    if (longest == 0) {
-        return found;
-    }
-    found.partial_tokens = longest;
-    for (int32_t at = top_of(node); at != kNone;) {
-        const int32_t* here = tokens(at);
-        const int32_t run = shared_run(token_ids, here, longest);
-        if (run == longest) {
-            found.partial_block = at;
-        }
-        at = run == longest || token_ids[run] < here[run] ? left_[at] : right_[at];
+        found.block_ids.push_back(child.found);
+        node = child.found;
+        token_ids += block_size_;
+        count -= block_size_;
     }
     return found;
 }

@@ -90,10 +90,18 @@ private:
     int32_t top_of(int32_t node) const { return node >= 0 ? children_[node] : roots_[slot(node)].children; }
     int32_t& top_of(int32_t node) { return node >= 0 ? children_[node] : roots_[slot(node)].children; }
 
-    // Of one search tree of siblings; each returns the tree's new top.
+    struct Search {
+        int32_t found = kNone;    // of the siblings that begin with the tokens sought, the first in token order
+        int32_t longest = 0;      // the longest run of leading tokens that any sibling shares with them
+        int32_t highest = kNone;  // the siblings that share as many lie at or below this one; kNone if longest is 0
+    };
+    // Among the siblings at and below `top`; 1 <= count <= block_size. In token order the neighbours of what is sought
+    // share most with it, and the way down passes both.
+    Search search(int32_t top, const int32_t* token_ids, int32_t count) const;
     int32_t height(int32_t id) const { return id == kNone ? 0 : heights_[id]; }
     bool before(int32_t a, int32_t b) const;  // in token order
-    void measure(int32_t top);
+    void measure(int32_t top);                // sets its height from those below
+    // Each returns the search tree's new top.
     int32_t rotate_left(int32_t top);
     int32_t rotate_right(int32_t top);
     int32_t rebalance(int32_t top);
