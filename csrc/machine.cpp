@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -240,6 +241,10 @@ double measure(ThreadPool& pool, const Probe& probe) {
 Machine::Machine(int num_threads, int64_t buffer_bytes)
     : pool_(num_threads), buffer_(std::max(buffer_bytes, kPiece) / kPiece * kPiece) {
     if (buffer_bytes < kPiece) throw std::invalid_argument("the buffer to read must have at least 1 MiB");
+    // Memory that was never written is one page of zeros, again and again, which the caches hold.
+    pool_.run(buffer_.num_bytes() / kPiece, [&](int64_t piece, int) {
+        std::memset(buffer_.as<char>() + piece * kPiece, static_cast<int>(piece % 251) + 1, kPiece);
+    });
 }
 
 double Machine::read_bandwidth() {

@@ -110,6 +110,7 @@ class Report:
             for figure in peer.figures:
                 cells = "".join(f"{_number(x):>11}" for x in _spread(figure))
                 lines.append(f"{peer.name:<24}{cells}   {ratios[figure.name]:.2f} × ({figure.name})")
+        lines += [f"{peer.name}: {peer.info}" for peer in self.peers]
         return "\n".join([*lines, *self.absent])
 
 
