@@ -8,29 +8,33 @@ namespace minivllm {
 namespace {
 
 constexpr int64_t kRowsAtOnce = 1024;        // bounds the memory of a step
-constexpr int64_t kQueryRows = 32;           // rows of a sequence that attend together
+constexpr int64_t kQueries = 192;            // rows × heads of a group that attend together
 constexpr int64_t kLogitBytes = 16 << 20;    // rows of logits that exist at one time
 constexpr int64_t kPartialBytes = 32 << 20;  // partial sums of attention, at most
-constexpr int64_t kMatmulRows = 96;          // rows that go past a panel before the next panel's turn
+constexpr int64_t kLogitRows = 96;           // the same in rows
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-Decoder::Decoder(const ModelConfig& config, const Pool& pool, Number number, int num_threads, const std::string& isa)
+Decoder::Decoder(const ModelConfig& config, const Pool& pool, Number number,
+                 const std::unordered_map<std::string, Format>& formats, int num_threads, const std::string& isa)
     : threads_(num_threads),
-      model_(config, number),
       kernels_(kernels_for(isa)),
+      model_(config, number, formats, kernels_.bf16_tiles),
       pool_(pool),
       hidden_stride_(padded(config.hidden_size)),
       qkv_stride_(padded(config.q_size() + 2 * config.kv_size())),
       attention_stride_(padded(config.q_size())),
       inner_stride_(padded(config.intermediate_size)),
-      vocab_stride_(padded(config.vocab_size)) {
+      vocab_stride_(padded(config.vocab_size)),
+      query_rows_(std::max<int64_t>(1, kQueries * config.num_kv_heads / config.num_heads)) {
     const int64_t group = config.num_heads / config.num_kv_heads;
-    const int64_t scratch = attention_scratch_size(kQueryRows * group, config.head_dim);
+    const int64_t scratch = attention_scratch_size(query_rows_ * group, config.head_dim);
     for (int thread = 0; thread < num_threads; thread++) {
         scratch_.emplace_back(scratch * 4);
+        matmul_scratch_.emplace_back(
+            matmul_scratch_size(std::max({config.hidden_size, config.q_size(), config.intermediate_size})));
         samplers_.emplace_back(kernels_, config.vocab_size);
     }
 }
@@ -195,23 +199,27 @@ void Decoder::norm(const NormWeights& weights, const float* x, int64_t rows, Ali
 
 void Decoder::matmul(const PackedMatrix& m, const AlignedBuffer& x, int64_t x_row, int64_t x_stride, int64_t rows,
                      Epilogue epilogue, AlignedBuffer& out, int64_t out_stride) {
-    const Matmul job{x.as<char>() + x_row * x_stride * number_size(m.number),
-                     x_stride,
-                     m.panels.as<char>(),
-                     m.k,
-                     m.bias.as<float>(),
-                     epilogue,
-                     model_.config.activation,
-                     out.as<char>(),
-                     out_stride};
-    const auto kernel = m.number == Number::f32 ? kernels_.matmul_f32 : kernels_.matmul_bf16;
+    const char* input = x.as<char>() + x_row * x_stride * number_size(model_.number);
+    int64_t input_row = x_stride * number_size(model_.number);
+    const Input wanted = kernels_.inputs[static_cast<size_t>(m.format)];
+    if (wanted != (model_.number == Number::f32 ? Input::f32 : Input::bf16)) {
+        const int64_t row_bytes = input_bytes(wanted, m.k, kernels_.group_bytes);
+        prepared_.reserve(rows * row_bytes);
+        const Prepare prepare{model_.number, input, x_stride, m.k, wanted, prepared_.as<char>(), row_bytes};
+        for_rows(rows, 8, [&](int64_t r, int64_t end) { kernels_.prepare(prepare, r, end); });
+        input = prepared_.as<char>();
+        input_row = row_bytes;
+    }
+    const Matmul job{m.format,         input,         input_row, m.panels(), m.k, m.bias.as<float>(), epilogue,
+                     model_.config.activation, model_.number, out.as<char>(), out_stride};
     const int64_t units = m.num_panels / (epilogue == Epilogue::activate_gated ? 2 : 1);
-    const int64_t row_pieces = ceil_div(rows, kMatmulRows), row_grain = ceil_div(rows, row_pieces);
+    const int64_t row_pieces = ceil_div(rows, kernels_.matmul_rows(m.format, m.k)), row_grain = ceil_div(rows, row_pieces);
     // Pieces small enough that the threads end together, large enough that claiming them costs nothing.
     const int64_t unit_grain = std::max<int64_t>(1, units * row_pieces / (16 * threads_.num_threads()));
-    threads_.run(row_pieces * ceil_div(units, unit_grain), [&](int64_t piece, int) {
+    threads_.run(row_pieces * ceil_div(units, unit_grain), [&](int64_t piece, int thread) {
         const int64_t row = piece % row_pieces * row_grain, unit = piece / row_pieces * unit_grain;
-        kernel(job, row, std::min(rows, row + row_grain), unit, std::min(units, unit + unit_grain));
+        kernels_.matmul(job, row, std::min(rows, row + row_grain), unit, std::min(units, unit + unit_grain),
+                        matmul_scratch_[static_cast<size_t>(thread)].as<char>());
     });
 }
 
@@ -227,7 +235,7 @@ void Decoder::plan_attention(const Batch& batch, int64_t row, int64_t row_end) {
     for (int64_t r = row; r < row_end; sequence++) {
         const int64_t end = std::min<int64_t>(row_end, batch.query_start[sequence + 1]);
         while (r < end) {
-            const int64_t rows = std::min(kQueryRows, end - r);
+            const int64_t rows = std::min(query_rows_, end - r);
             const int64_t splits = batch.positions[r + rows - 1] / kContextSplit + 1;
             const int32_t* table = batch.block_tables.data + sequence * batch.table_width;
             tiles_.push_back({{r - row, rows, batch.positions.data + r, table}, splits, partials});
@@ -244,9 +252,13 @@ void Decoder::plan_attention(const Batch& batch, int64_t row, int64_t row_end) {
     split_ = threads > 1 && most_splits > 1 && pieces < 8 * threads && partials * 4 <= kPartialBytes;
     if (!split_) return;
     partials_.reserve(partials * 4);
-    for (size_t tile = 0; tile < tiles_.size(); tile++)
+    splits_left_ = std::vector<std::atomic<int64_t>>(static_cast<size_t>(pieces));
+    for (size_t tile = 0; tile < tiles_.size(); tile++) {
         for (int64_t split = 0; split < tiles_[tile].num_splits; split++)
             split_pieces_.emplace_back(static_cast<int32_t>(tile), static_cast<int32_t>(split));
+        for (int64_t head = 0; head < c.num_kv_heads; head++)
+            splits_left_[tile * static_cast<size_t>(c.num_kv_heads) + static_cast<size_t>(head)] = tiles_[tile].num_splits;
+    }
 }
 
 void Decoder::attend(int64_t layer) {
@@ -278,16 +290,16 @@ void Decoder::attend(int64_t layer) {
         const int64_t kv_head = piece % c.num_kv_heads;
         kernels_.attend_split(job, tile.query, kv_head, split, scratch_[static_cast<size_t>(thread)].as<float>(),
                               partials_of(tile, kv_head, split));
-    });
-    threads_.run(pieces, [&](int64_t piece, int) {
-        const Tile& tile = tiles_[static_cast<size_t>(piece / c.num_kv_heads)];
-        const int64_t kv_head = piece % c.num_kv_heads;
+        // Whoever is through last merges, in the order of the splits; and sets the count for the next layer.
+        std::atomic<int64_t>& left = splits_left_[static_cast<size_t>(index * c.num_kv_heads + kv_head)];
+        if (left.fetch_sub(1) > 1) return;
+        left = tile.num_splits;
         kernels_.merge_splits(job, tile.query, kv_head, partials_of(tile, kv_head, 0));
     });
 }
 
 void Decoder::sample(const SamplingBatch& sampling, StepResult& result) {
-    const int64_t slice = std::clamp<int64_t>(kLogitBytes / (4 * vocab_stride_), 6, kMatmulRows) / 6 * 6;
+    const int64_t slice = std::clamp<int64_t>(kLogitBytes / (4 * vocab_stride_), 6, kLogitRows) / 6 * 6;
     std::atomic<int64_t> failed{result.num_rows};  // the lowest such row
     for (int64_t first = 0; first < result.num_rows; first += slice) {
         const int64_t rows = std::min(slice, result.num_rows - first);

@@ -12,6 +12,7 @@
 // earlier ones wrote to the cache, never the reverse.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <vector>
@@ -40,10 +41,11 @@ struct Pool {
 class Decoder {
 public:
     // Throws std::invalid_argument for an unknown isa ("" is the best one) or fewer than one thread.
-    Decoder(const ModelConfig& config, const Pool& pool, Number number, int num_threads, const std::string& isa);
+    Decoder(const ModelConfig& config, const Pool& pool, Number number,
+            const std::unordered_map<std::string, Format>& formats, int num_threads, const std::string& isa);
 
-    void load(const std::string& name, const void* data, Number number, int64_t rows, int64_t columns) {
-        model_.load(name, data, number, rows, columns, threads_);
+    void load(const std::string& name, const void* data, Stored stored, int64_t rows, int64_t columns) {
+        model_.load(name, data, stored, rows, columns, threads_);
     }
 
     // Throws std::invalid_argument if the batch does not fit the model and the pool, before anything is written, and
@@ -77,27 +79,31 @@ private:
     CacheLayer cache_layer(int64_t layer) const;
 
     ThreadPool threads_;
-    Model model_;
     const Kernels& kernels_;
+    Model model_;
     const Pool pool_;
     std::mutex mutex_;
 
     // Widths of the rows below.
     const int64_t hidden_stride_, qkv_stride_, attention_stride_, inner_stride_, vocab_stride_;
-    // Memory of a step, grown to what it needs. "Input": as a matmul reads it (float32 or bfloat16).
+    const int64_t query_rows_;  // rows of a sequence that attend together
+    // Memory of a step, grown to what it needs. "Input": float32 or bfloat16, as the model has it.
     AlignedBuffer residual_;    // float32 [rows][hidden]
     AlignedBuffer normed_;      // input [rows][hidden]
     AlignedBuffer qkv_;         // float32 [rows][q, k, v]
     AlignedBuffer attended_;    // input [rows][q]
     AlignedBuffer inner_;       // input [rows][intermediate]
+    AlignedBuffer prepared_;    // rows of inner_, normed_ … as a quantised matrix reads them
     AlignedBuffer cos_sin_;     // float32 [rows][head_dim]
     AlignedBuffer partials_;    // float32, see kernels.h
     AlignedBuffer last_hidden_;  // input [logit rows][hidden]
     AlignedBuffer logits_;      // float32 [slice][vocabulary]
     std::vector<AlignedBuffer> scratch_;  // one for each thread, for attention
+    std::vector<AlignedBuffer> matmul_scratch_;
     std::vector<Sampler> samplers_;       // one for each thread
     std::vector<Tile> tiles_;
     std::vector<std::pair<int32_t, int32_t>> split_pieces_;  // (tile, split)
+    std::vector<std::atomic<int64_t>> splits_left_;           // [tile][kv head] to be summed up in this layer
     bool split_ = false;
 };
 

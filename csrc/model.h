@@ -6,8 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "aligned_buffer.h"
-#include "kernels/kernels.h"
+#include "packed_matrix.h"
 #include "thread_pool.h"
 
 namespace minivllm {
@@ -28,20 +27,6 @@ struct ModelConfig {
 
 inline int64_t number_size(Number number) { return number == Number::f32 ? 4 : 2; }
 
-// A matrix [outputs, k] as the matmul kernels read it (kernels.h), and its bias [padded outputs], if it has one.
-struct PackedMatrix {
-    Number number = Number::f32;
-    int64_t k = 0, num_panels = 0;
-    AlignedBuffer panels, bias;
-
-    PackedMatrix() = default;
-    PackedMatrix(Number number, int64_t num_panels, int64_t k, bool has_bias);
-
-    int64_t panel_size() const { return kPanel * (number == Number::bf16 ? (k + 1) / 2 * 2 : k); }
-    // Row `output` as float32 [k].
-    void read_row(int64_t output, float* to) const;
-};
-
 struct NormWeights {
     AlignedBuffer weight, bias;  // float32
 };
@@ -56,12 +41,15 @@ struct Layer {
 
 class Model {
 public:
-    Model(const ModelConfig& config, Number number);
+    // Matrices ("….weight") have the format that `formats` has for them, else the one of `number`; those that are packed
+    // together (q, k and v; gate and up) the most precise of theirs.
+    Model(const ModelConfig& config, Number number, const std::unordered_map<std::string, Format>& formats,
+          bool bf16_tiles);
 
-    // One tensor under its canonical name, row-major [rows, columns]; a vector has one column. float32 or bfloat16
-    // values, converted (round to nearest even) to what this model keeps: matrices in its own number format, norms,
-    // biases and learned positions in float32. Throws std::invalid_argument for an unknown name or another shape.
-    void load(const std::string& name, const void* data, Number number, int64_t rows, int64_t columns,
+    // One tensor under its canonical name, row-major [rows, columns]; a vector has one column. Matrices are packed
+    // (packed_matrix.h), norms, biases and learned positions kept in float32. Throws std::invalid_argument for an
+    // unknown name or another shape.
+    void load(const std::string& name, const void* data, Stored stored, int64_t rows, int64_t columns,
               ThreadPool& pool);
     // Throws std::invalid_argument if a tensor was never loaded.
     void check_complete() const;
@@ -89,6 +77,9 @@ private:
         bool loaded;
     };
 
+    PackedMatrix matrix(std::initializer_list<std::string> names, int64_t panels, int64_t k, bool has_bias) const;
+    template <class Body>
+    void for_matrices(const Body& body);
     void add_matrix(const std::string& name, int64_t rows, PackedMatrix& matrix, bool bias, int64_t offset = 0,
                     int64_t step = 1, int64_t phase = 0);
     void add_plain(const std::string& name, int64_t rows, int64_t columns, AlignedBuffer& buffer);
@@ -97,6 +88,9 @@ private:
     PackedMatrix embedding_;            // packed also when it is not the head: rows are few, and the code is one
     PackedMatrix head_;
     std::unordered_map<std::string, Target> targets_;
+    const std::unordered_map<std::string, Format> formats_;
+    const bool bf16_tiles_;
+    AlignedBuffer panels_;  // of all matrices
 };
 
 }  // namespace minivllm

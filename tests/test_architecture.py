@@ -23,7 +23,7 @@ RUNGS = [
     {"executors"},
     {"engine"},
     {"factory"},
-    {"llm"},
+    {"llm", "bench"},
     {"cli"},
 ]
 #: Within a rung, with the reason.
@@ -31,23 +31,30 @@ NEIGHBOURS = {
     ("sampling_params", "errors"),  # values are checked where they are made
     ("kv_cache", "batch"),  # a Batch is what it makes
 }
+#: What another engine needs, in a process of its own
+PEERS = ("llama_cpp", "numpy", "openvino", "openvino_genai", "torch", "transformers", "vllm")
 #: (module, imported module) inside a function: only what is heavy and optional.
 LATE_IMPORTS = {
     ("minivllm.factory", "minivllm.executors.torch_"),
     ("minivllm.models.registry", "huggingface_hub"),
     ("minivllm.text.hf_tokenizer", "huggingface_hub"),
+    ("minivllm.bench.compare", "minivllm.bench.export"),  # and with it the gguf package
+    # A script that another Python runs, which has one of them.
+    *(("minivllm.bench.peer_worker", peer) for peer in PEERS),
 }
 #: Who may import what is not ours; numpy and the standard library are everybody's.
 OUTSIDERS = {
-    "torch": {"minivllm.executors.torch_"},
+    **{peer: {"minivllm.bench.peer_worker"} for peer in PEERS},
+    "torch": {"minivllm.executors.torch_", "minivllm.bench.peer_worker"},
+    "gguf": {"minivllm.bench.export"},
     "tokenizers": {"minivllm.text"},
     "jinja2": {"minivllm.text"},
     "huggingface_hub": {"minivllm.models.registry", "minivllm.text.hf_tokenizer"},
-    "rich": {"minivllm.llm", "minivllm.cli"},
-    "typer": {"minivllm.cli"},
+    "rich": {"minivllm.llm", "minivllm.cli", "minivllm.bench.cli"},
+    "typer": {"minivllm.cli", "minivllm.bench.cli"},
 }
-#: `_core` holds both the allocator and the decoder; each has one face.
-CORE_USERS = {"minivllm.block_allocator.native", "minivllm.executors.native"}
+#: `_core` holds the allocator, the decoder and the machine's limits; each has one face.
+CORE_USERS = {"minivllm.block_allocator.native", "minivllm.executors.native", "minivllm.bench.machine"}
 
 
 def module_name(path: Path) -> str:
@@ -125,7 +132,7 @@ def test_engine_knows_executors_by_their_interface_only() -> None:
             assert {o for o in others if o.startswith("minivllm.executors")} <= {"minivllm.executors.base"}
 
 
-def test_each_half_of_the_extension_has_one_face() -> None:
+def test_each_part_of_the_extension_has_one_face() -> None:
     assert {module for module, others in IMPORTS.items() if "minivllm._core" in others} == CORE_USERS
 
 

@@ -37,7 +37,10 @@ def both(config: ModelConfig, dtype: str, kv_dtype: str) -> list[Executor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 def test_logprobs_agree(config: ModelConfig, dtype: str, kv_dtype: str) -> None:
-    """Equal but for the order of float32 sums, and the rare bfloat16 that it rounds the other way."""
+    """Equal but for the order of float32 sums, and the rare bfloat16 that it rounds the other way.
+
+    With a bfloat16 cache the native executor also rounds queries and attention weights to bfloat16.
+    """
     torch_, native = (Stepper(executor, 16, [3, 1, 2], 16) for executor in both(config, dtype, kv_dtype))
     differences = []
     for length in range(5, len(PROMPT)):
@@ -47,8 +50,8 @@ def test_logprobs_agree(config: ModelConfig, dtype: str, kv_dtype: str) -> None:
             if token_id in logprobs:  # the 20th and the 21st may be as good as equal
                 differences.append(abs(logprob - logprobs[token_id]))
     assert len(differences) > 19 * (len(PROMPT) - 5)
-    assert np.median(differences) < 1e-5
-    assert max(differences) < (1e-4 if (dtype, kv_dtype) == ("float32", "float32") else 0.05)
+    assert np.median(differences) < (1e-5 if kv_dtype == "float32" else 0.02)
+    assert max(differences) < (1e-4 if (dtype, kv_dtype) == ("float32", "float32") else 0.15)
 
 
 def test_tokens_agree_whatever_the_sampling() -> None:

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
 
 #include "decoder.h"
@@ -39,6 +40,15 @@ Value one_of(const std::string& name, std::initializer_list<std::pair<const char
     for (const auto& [choice, value] : choices)
         if (name == choice) return value;
     throw nb::value_error(("the native decoder has no '" + name + "'").c_str());
+}
+
+Format format_named(const std::string& name) {
+    return one_of<Format>(name, {{"float32", Format::f32}, {"bfloat16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}});
+}
+
+Stored stored_named(const std::string& name) {
+    return one_of<Stored>(name, {{"float32", Stored::f32}, {"float16", Stored::f16}, {"bfloat16", Stored::bf16},
+                                 {"q4_0", Stored::q4_0}, {"q4_1", Stored::q4_1}, {"q8_0", Stored::q8_0}, {"q6_k", Stored::q6_k}});
 }
 
 ModelConfig model_config(nb::handle config) {
@@ -152,15 +162,21 @@ nb::tuple execute(Decoder& decoder, nb::handle batch, nb::handle sampling) {
         numpy_array(std::move(result.top_logprobs), {rows, top}));
 }
 
-// float32 values, or uint16 bit patterns of bfloat16.
-template <class T>
-void load(Decoder& decoder, const std::string& name,
-          nb::ndarray<const T, nb::c_contig, nb::device::cpu> data, Number number) {
+void load(Decoder& decoder, const std::string& name, nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu> data,
+          const std::string& dtype) {
+    const Stored stored = stored_named(dtype);
     if (data.ndim() < 1 || data.ndim() > 2) wrong_array(name.c_str());
     const auto rows = static_cast<int64_t>(data.shape(0));
-    const auto columns = data.ndim() == 2 ? static_cast<int64_t>(data.shape(1)) : 1;
+    int64_t columns = data.ndim() == 2 ? static_cast<int64_t>(data.shape(1)) : 1;
+    if (is_quantized(stored)) {
+        const int64_t block = stored_bytes(stored, stored_block(stored));
+        if (data.dtype() != nb::dtype<uint8_t>() || data.ndim() != 2 || columns % block != 0) wrong_array(name.c_str());
+        columns = columns / block * stored_block(stored);
+    } else if (static_cast<int64_t>(data.itemsize()) != stored_bytes(stored, 1)) {
+        wrong_array(name.c_str());
+    }
     nb::gil_scoped_release release;
-    decoder.load(name, data.data(), number, rows, columns);
+    decoder.load(name, data.data(), stored, rows, columns);
 }
 
 }  // namespace
@@ -171,28 +187,19 @@ void bind_decoder(nb::module_& module) {
     nb::class_<Decoder>(module, "Decoder", "One step of a decoder over a paged KV pool (csrc/decoder.h).")
         .def(
             "__init__",
-            [](Decoder* self, nb::handle config, nb::handle pool, const std::string& dtype, int num_threads,
-               const std::string& isa) {
+            [](Decoder* self, nb::handle config, nb::handle pool, const std::string& dtype,
+               const std::unordered_map<std::string, std::string>& formats, int num_threads, const std::string& isa) {
                 const ModelConfig c = model_config(config);
-                new (self) Decoder(c, pool_of(pool, c), number_named(dtype), num_threads, isa);
+                std::unordered_map<std::string, Format> packed;
+                for (const auto& [name, format] : formats) packed[name] = format_named(format);
+                new (self) Decoder(c, pool_of(pool, c), number_named(dtype), packed, num_threads, isa);
             },
-            nb::arg("config"), nb::arg("pool"), nb::arg("dtype"), nb::arg("num_threads"), nb::arg("isa"),
-            nb::keep_alive<1, 3>(),
-            "ModelConfig, KVPool (written to by every step), dtype of the weights, threads, instruction set or ''.")
-        .def(
-            "load",
-            [](Decoder& self, const std::string& name, nb::handle data) {
-                nb::ndarray<const float, nb::c_contig, nb::device::cpu> floats;
-                nb::ndarray<const uint16_t, nb::c_contig, nb::device::cpu> halves;
-                if (nb::try_cast(data, floats, false))
-                    load<float>(self, name, floats, Number::f32);
-                else if (nb::try_cast(data, halves, false))
-                    load<uint16_t>(self, name, halves, Number::bf16);
-                else
-                    wrong_array(name.c_str());
-            },
-            nb::arg("name"), nb::arg("data"),
-            "Takes a copy of one tensor (float32, or uint16 bit patterns of bfloat16) under its canonical name.")
+            nb::arg("config"), nb::arg("pool"), nb::arg("dtype"), nb::arg("formats"), nb::arg("num_threads"),
+            nb::arg("isa"), nb::keep_alive<1, 3>(),
+            "ModelConfig, KVPool (written to by every step), dtype of the weights and activations, formats ('float32', "
+            "'bfloat16', 'int8', 'int4') of those matrices that have another, threads, instruction set or ''.")
+        .def("load", &load, nb::arg("name"), nb::arg("data"), nb::arg("dtype"),
+             "Takes a copy of one tensor under its canonical name; data and dtype as in minivllm.models.weights.")
         .def("check_complete", [](const Decoder& self) { self.model().check_complete(); },
              "Raises ValueError if a tensor was never loaded.")
         .def("execute", &execute, nb::arg("batch"), nb::arg("sampling"),

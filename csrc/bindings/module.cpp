@@ -3,9 +3,11 @@
 
 void bind_block_allocator(nanobind::module_& module);
 void bind_decoder(nanobind::module_& module);
+void bind_machine(nanobind::module_& module);
 
 NB_MODULE(_core, module) {
-    module.doc() = "Native parts of mini-vllm: the block allocator and the decoder.";
+    module.doc() = "Native parts of mini-vllm: the block allocator, the decoder, and what the machine can do.";
     bind_block_allocator(module);
     bind_decoder(module);
+    bind_machine(module);
 }

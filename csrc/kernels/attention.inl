@@ -1,231 +1,462 @@
 // Paged attention with an online softmax. Part of kernels.cpp.
 //
-//   keys       0      64     128           512           1024         position of the row
-//              |tile  |tile  |  …   |tile  |tile  |  …   |   …   |part of a tile|
-//              '------- split 0 -----------'------ split 1 -----'--- split 2 ---'
+//   keys       0        128       …        512              1024         position of the row
+//              |  tile  |  tile  |  …  |  tile  |  tile  |  …   |   …   |part of a tile|
+//              '----------- split 0 ------------'------ split 1 -----'--- split 2 ---'
 //
 // Tiles and splits lie at fixed absolute positions. A split is summed up by itself, tile after tile; splits are
-// merged in order. A score is reduced over head_dim in ascending order, a weighted value over the keys in ascending
-// order, in one accumulator each. So a row's result is the same whoever computes which splits, and whatever rows
-// keep it company. A tile of K (transposed) and V is widened into scratch once for all query rows and heads of the
-// group; no row reads a key beyond its own position, whatever lies there.
+// merged in order. So a row's result is the same whoever computes which splits, and whatever rows keep it company:
+// for each query and tile, a score is reduced over head_dim and a weighted value over the keys in one order, by the
+// same instructions for a single row as for many. A key that a query does not see has weight 0, which adds nothing;
+// no row's result depends on what lies in the cache beyond its own position.
+//
+// A tile of K and V is repacked in scratch memory once for all query rows and heads of the group, so that queries
+// times keys, and weights times values, are both products as the matrix kernels have them. T is the cache's number
+// format; with a bfloat16 cache, queries and weights are rounded to bfloat16 too. Maxima and exponents are base 2.
 
-struct AttentionScratch {
-    float *keys, *values;   // [head_dim][kKeyTile], [kKeyTile][padded head_dim]
-    float *queries;         // [queries][head_dim]
-    float *scores;          // [queries][kKeyTile]
-    float *split, *total;   // [queries][partial_size]
+constexpr int64_t kGroupQueries = 16;  // queries that meet a tile together: a tile register's rows
+constexpr int64_t kKeyStep = 32;       // keys that a tile register takes at a time
+constexpr int64_t kFetchAhead = 64;    // keys
 
-    AttentionScratch(float* memory, int64_t queries_, int64_t head_dim) {
-        const int64_t head = padded_head(head_dim), partial = queries_ * partial_size(head_dim);
-        keys = memory;
-        values = keys + head * kKeyTile;
-        queries = values + head * kKeyTile;
-        scores = queries + queries_ * head;
-        split = scores + queries_ * kKeyTile;
-        total = split + partial;
-    }
+// A query head over some keys: in memory, maxima [queries], sums [queries], weighted values [queries][head].
+struct Partials {
+    float *maximum, *sum, *values;
+
+    Partials(float* memory, int64_t queries) : maximum(memory), sum(memory + queries), values(memory + 2 * queries) {}
 };
 
 INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t rounded_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
-// keys [from, from + count) of one kv head, a run within one block, into lanes [lane, …) of the transposed tile.
 template <class T>
-INLINE void transpose_keys(const T* from, int64_t count, int64_t head_dim, float* keys, int64_t lane) {
+struct AttentionScratch {
+    static constexpr int64_t kPair = sizeof(T) == 2 ? 2 : 1;
+
+    int64_t head, room;   // padded head_dim, padded number of queries
+    T *keys, *values;     // [head / kPair][kKeyTile][kPair], [kKeyTile / kPair][head][kPair]
+    T* queries;           // [room][head]
+    float* scores;        // [2][kGroupQueries][kKeyTile]: one group's, and the next one's
+    T* weights;           // [kGroupQueries][kKeyTile]
+    float* lanes;         // [room][16]: each query's sum of weights, not yet summed over the lanes
+    float *split, *total;  // Partials of room queries
+
+    AttentionScratch(float* memory, int64_t num_queries, int64_t head_dim) {
+        head = padded_head(head_dim);
+        room = rounded_up(num_queries, kGroupQueries);
+        keys = reinterpret_cast<T*>(memory);  // keys and values first: their padding stays where it is, and zero
+        values = keys + head * kKeyTile;
+        queries = values + head * kKeyTile;
+        weights = queries + room * head;
+        scores = reinterpret_cast<float*>(weights + kGroupQueries * kKeyTile);
+        lanes = scores + 2 * kGroupQueries * kKeyTile;
+        split = lanes + room * 16;
+        total = split + room * partial_size(head_dim);
+    }
+};
+
+// ---- repacking ----
+
+// keys [from, from + count) of one kv head, within one block, into lanes [lane, …) of the tile.
+template <class T>
+INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, int64_t lane) {
+    constexpr int64_t kPair = AttentionScratch<T>::kPair;  // numbers in a word of 4 bytes
+    const int64_t words = head_dim / kPair;
     int64_t j = 0;
     for (; j + kWidth <= count; j += kWidth) {
-        int64_t d = 0;
-        for (; d + kWidth <= head_dim; d += kWidth) {
+        const T* row = from + j * head_dim;
+        int64_t w = 0;
+        for (; w + kWidth <= words; w += kWidth) {
             vf square[kWidth];
             UNROLL
-            for (int i = 0; i < kWidth; i++) square[i] = load_wide(from + (j + i) * head_dim + d);
+            for (int i = 0; i < kWidth; i++) square[i] = load_as<vf>(row + i * head_dim + w * kPair);
             transpose(square);
             UNROLL
-            for (int i = 0; i < kWidth; i++) store(keys + (d + i) * kKeyTile + lane + j, square[i]);
+            for (int i = 0; i < kWidth; i++) store_as(keys + ((w + i) * kKeyTile + lane + j) * kPair, square[i]);
         }
-        for (; d < head_dim; d++)
-            UNROLL
-            for (int i = 0; i < kWidth; i++) keys[d * kKeyTile + lane + j + i] = wide(from[(j + i) * head_dim + d]);
+        for (int64_t d = w * kPair; d < head_dim; d++)
+            for (int i = 0; i < kWidth; i++)
+                keys[(d / kPair * kKeyTile + lane + j + i) * kPair + d % kPair] = row[i * head_dim + d];
     }
     for (; j < count; j++)
-        for (int64_t d = 0; d < head_dim; d++) keys[d * kKeyTile + lane + j] = wide(from[j * head_dim + d]);
+        for (int64_t d = 0; d < head_dim; d++)
+            keys[(d / kPair * kKeyTile + lane + j) * kPair + d % kPair] = from[j * head_dim + d];
 }
 
-// Fills scratch with keys [start, start + count) of the sequence. Lanes from count on keep what they had: scores are
-// computed for them, and never used.
-template <class T>
-static void load_tile(const CacheLayer& c, const QueryTile& tile, int64_t kv_head, int64_t start, int64_t count,
-                      const AttentionScratch& s) {
-    const int64_t head = padded_head(c.head_dim);
-    for (int64_t lane = 0; lane < count;) {
-        const int64_t position = start + lane, offset = position % c.block_size;
-        const int64_t run = min_of(count - lane, c.block_size - offset);
-        const int64_t block = tile.block_table[position / c.block_size];
-        const int64_t cell = ((block * c.kv_heads + kv_head) * c.block_size + offset) * c.head_dim;
-        transpose_keys(static_cast<const T*>(c.keys) + cell, run, c.head_dim, s.keys, lane);
-        const T* value = static_cast<const T*>(c.values) + cell;
-        for (int64_t j = 0; j < run; j++)
-            for (int64_t d = 0; d < c.head_dim; d++)
-                s.values[(lane + j) * head + d] = wide(value[j * c.head_dim + d]);
-        lane += run;
+INLINE void pack_values(const float* from, int64_t count, int64_t head_dim, float* values, int64_t head, int64_t lane) {
+    for (int64_t j = 0; j < count; j++)
+        __builtin_memcpy(values + (lane + j) * head, from + j * head_dim, static_cast<size_t>(head_dim) * 4);
+}
+
+INLINE void pack_values(const uint16_t* from, int64_t count, int64_t head_dim, uint16_t* values, int64_t head,
+                        int64_t lane) {
+    for (int64_t j = 0; j < count;) {
+        const uint16_t* row = from + j * head_dim;
+        uint16_t* to = values + (lane + j) / 2 * head * 2;
+        int64_t d = 0;
+        if ((lane + j) % 2 == 0 && j + 1 < count) {  // a pair of keys
+            for (; d + kWidth <= head_dim; d += kWidth) {
+                const vu even = __builtin_convertvector(load_as<vh>(row + d), vu);
+                const vu odd = __builtin_convertvector(load_as<vh>(row + head_dim + d), vu);
+                store_as(to + 2 * d, even | odd << 16);
+            }
+            for (; d < head_dim; d++) {
+                to[2 * d] = row[d];
+                to[2 * d + 1] = row[head_dim + d];
+            }
+            j += 2;
+        } else {
+            for (; d < head_dim; d++) to[2 * d + (lane + j) % 2] = row[d];
+            j++;
+        }
     }
 }
 
-// scores[R][kKeyTile] = queries · keys
-template <int R>
-INLINE void score_rows(const float* queries, int64_t head_dim, const float* keys, float* scores) {
-    constexpr int V = tile_vectors<R>();
-    for (int64_t lane = 0; lane < kKeyTile; lane += V * kWidth) {
-        vf acc[R][V] = {};
-        accumulate<R, V>(queries, head_dim, keys + lane, kKeyTile, head_dim, acc);
+template <class T>
+INLINE void clear_values(T* values, int64_t head, int64_t lane, int64_t end) {
+    constexpr int64_t kPair = AttentionScratch<T>::kPair;
+    for (; lane % kPair != 0 && lane < end; lane++)
+        for (int64_t d = 0; d < head; d++) values[(lane / kPair * head + d) * kPair + lane % kPair] = 0;
+    for (int64_t i = lane * head; i < end * head; i++) values[i] = 0;
+}
+
+// Fills scratch with keys [start, start + count) of the sequence, values followed by zeros up to the next key step.
+template <class T>
+static void load_tile(const CacheLayer& c, const QueryTile& tile, int64_t kv_head, int64_t start, int64_t count,
+                      int64_t context, const AttentionScratch<T>& s) {
+    const auto cell = [&](int64_t position) {
+        const int64_t block = tile.block_table[position / c.block_size];
+        return ((block * c.kv_heads + kv_head) * c.block_size + position % c.block_size) * c.head_dim;
+    };
+    const T *keys = static_cast<const T*>(c.keys), *values = static_cast<const T*>(c.values);
+    for (int64_t lane = 0; lane < count;) {
+        const int64_t position = start + lane, in_block = c.block_size - position % c.block_size;
+        const int64_t run = min_of(count - lane, in_block);
+        if (const int64_t later = position + kFetchAhead; later < context) {
+            const int64_t at = cell(later), end = at + run * c.head_dim;
+            for (int64_t i = at; i < end; i += 64 / static_cast<int64_t>(sizeof(T))) {
+                __builtin_prefetch(keys + i);
+                __builtin_prefetch(values + i);
+            }
+        }
+        const int64_t at = cell(position);
+        // The rest of the block, whatever is there: whole squares are faster, and scores of unseen keys go unused.
+        pack_keys(keys + at, min_of(kKeyTile - lane, in_block), c.head_dim, s.keys, lane);
+        pack_values(values + at, run, c.head_dim, s.values, s.head, lane);
+        lane += run;
+    }
+    clear_values(s.values, s.head, count, rounded_up(count, kKeyStep));
+}
+
+template <class T>
+static void load_queries(const Attention& a, const QueryTile& tile, int64_t kv_head, const AttentionScratch<T>& s) {
+    const int64_t group = a.heads / a.cache.kv_heads, head_dim = a.cache.head_dim;
+    for (int64_t r = 0; r < tile.rows; r++)  // the heads of a group lie side by side
+        for (int64_t h = 0; h < group; h++) {
+            const float* from = a.q + (tile.row + r) * a.q_stride + (kv_head * group + h) * head_dim;
+            T* to = s.queries + (r * group + h) * s.head;
+            put_all(to, from, head_dim);
+            for (int64_t d = head_dim; d < s.head; d++) to[d] = 0;
+        }
+}
+
+// ---- products ----
+
+// acc[r][v] += Σ_k a[r][k] · b[k][v], k ascending; b's rows are ldb numbers apart.
+template <int R, int V>
+INLINE void add_products(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t k, vf (&acc)[R][V]) {
+    for (int64_t i = 0; i < k; i++) {
+        vf column[V];
+        UNROLL
+        for (int v = 0; v < V; v++) column[v] = load(b + i * ldb + v * kWidth);
+        UNROLL
+        for (int r = 0; r < R; r++) {
+            const vf x = splat(a[r * lda + i]);
+            UNROLL
+            for (int v = 0; v < V; v++) acc[r][v] = fma(x, column[v], acc[r][v]);
+        }
+    }
+}
+
+// The same for pairs of bfloat16: b [ceil(k / 2)][ldb][2].
+template <int R, int V>
+INLINE void add_products(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, vf (&acc)[R][V]) {
+    for (int64_t i = 0; i < (k + 1) / 2; i++) {
+        vu column[V];
+        UNROLL
+        for (int v = 0; v < V; v++) column[v] = load_as<vu>(b + 2 * (i * ldb + v * kWidth));
+        UNROLL
+        for (int r = 0; r < R; r++) {
+            const vu x = (vu)splat(load_as<int32_t>(a + r * lda + 2 * i));
+#if defined(__AVX512BF16__)
+            UNROLL
+            for (int v = 0; v < V; v++)
+                acc[r][v] = (vf)_mm512_dpbf16_ps((__m512)acc[r][v], (__m512bh)x, (__m512bh)column[v]);
+#else
+            const vf even = (vf)(x << 16), odd = (vf)(x & 0xffff0000u);
+            UNROLL
+            for (int v = 0; v < V; v++) {
+                acc[r][v] = fma(even, (vf)(column[v] << 16), acc[r][v]);
+                acc[r][v] = fma(odd, (vf)(column[v] & 0xffff0000u), acc[r][v]);
+            }
+#endif
+        }
+    }
+}
+
+// out[R][columns] (+)= a · b, columns a multiple of the vector width.
+template <int R, int V, bool Add, class T>
+INLINE void multiply_columns(const T* a, int64_t lda, const T* b, int64_t ldb, int64_t k, float* out, int64_t ldo) {
+    vf acc[R][V] = {};
+    if (Add)
         UNROLL
         for (int r = 0; r < R; r++)
             UNROLL
-            for (int v = 0; v < V; v++) store(scores + r * kKeyTile + lane + v * kWidth, acc[r][v]);
+            for (int v = 0; v < V; v++) acc[r][v] = load(out + r * ldo + v * kWidth);
+    add_products<R, V>(a, lda, b, ldb, k, acc);
+    UNROLL
+    for (int r = 0; r < R; r++)
+        UNROLL
+        for (int v = 0; v < V; v++) store(out + r * ldo + v * kWidth, acc[r][v]);
+}
+
+template <int R, bool Add, class T>
+static void multiply_rows(const T* a, int64_t lda, const T* b, int64_t ldb, int64_t k, float* out, int64_t ldo,
+                          int64_t columns) {
+    constexpr int V = kWidth == 16 ? 4 : R <= 3 ? 4 : 2;  // at most 24 of 32 registers, or 12 of 16
+    constexpr int64_t kPair = AttentionScratch<T>::kPair;
+    int64_t i = 0;
+    for (; i + V * kWidth <= columns; i += V * kWidth)
+        multiply_columns<R, V, Add>(a, lda, b + i * kPair, ldb, k, out + i, ldo);
+    for (; i < columns; i += kWidth) multiply_columns<R, 1, Add>(a, lda, b + i * kPair, ldb, k, out + i, ldo);
+}
+
+template <bool Add, class T>
+INLINE void multiply(int64_t rows, const T* a, int64_t lda, const T* b, int64_t ldb, int64_t k, float* out,
+                     int64_t ldo, int64_t columns) {
+    for (int64_t r = 0; r < rows;) {
+        const int64_t tiles = (rows - r + 5) / 6, height = (rows - r + tiles - 1) / tiles;
+        const T* x = a + r * lda;
+        float* to = out + r * ldo;
+        switch (height) {
+            case 1: multiply_rows<1, Add>(x, lda, b, ldb, k, to, ldo, columns); break;
+            case 2: multiply_rows<2, Add>(x, lda, b, ldb, k, to, ldo, columns); break;
+            case 3: multiply_rows<3, Add>(x, lda, b, ldb, k, to, ldo, columns); break;
+            case 4: multiply_rows<4, Add>(x, lda, b, ldb, k, to, ldo, columns); break;
+            case 5: multiply_rows<5, Add>(x, lda, b, ldb, k, to, ldo, columns); break;
+            default: multiply_rows<6, Add>(x, lda, b, ldb, k, to, ldo, columns); break;
+        }
+        r += height;
     }
 }
 
-// One row's scores over `count` keys → weights e^(score − maximum) in place; updates maximum and sum, and gives
-// what the values summed so far must be scaled by.
-INLINE float soften(float* scores, float scale, int64_t count, float* partial) {
-    constexpr int V = kKeyTile / kWidth;
-    vf score[V], largest = splat(-__builtin_inff());
+#if defined(__AMX_BF16__)
+
+// The same on tile registers, for up to 16 rows; k and columns round up to 32 and 16. Tile 4 has rows of a, 6 and 7
+// of b, 0 … 3 sums.
+template <bool Add>
+INLINE void multiply_tiles(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, float* out,
+                           int64_t ldo, int64_t columns) {
+    memory_is_read();
+    const int64_t steps = (k + 31) / 32, a_bytes = lda * 2, b_bytes = ldb * 4, out_bytes = ldo * 4;
+    int64_t i = 0;
+    for (; i + 48 < columns; i += 64) {
+        float* to = out + i;
+        if (Add) {
+            _tile_loadd(0, to, out_bytes);
+            _tile_loadd(1, to + 16, out_bytes);
+            _tile_loadd(2, to + 32, out_bytes);
+            _tile_loadd(3, to + 48, out_bytes);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (int64_t step = 0; step < steps; step++) {
+            const uint16_t* from = b + 2 * (step * 16 * ldb + i);
+            _tile_loadd(4, a + step * 32, a_bytes);
+            _tile_loadd(6, from, b_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, from + 32, b_bytes);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(6, from + 64, b_bytes);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_loadd(7, from + 96, b_bytes);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+        _tile_stored(0, to, out_bytes);
+        _tile_stored(1, to + 16, out_bytes);
+        _tile_stored(2, to + 32, out_bytes);
+        _tile_stored(3, to + 48, out_bytes);
+    }
+    for (; i < columns; i += 16) {
+        if (Add)
+            _tile_loadd(0, out + i, out_bytes);
+        else
+            _tile_zero(0);
+        for (int64_t step = 0; step < steps; step++) {
+            _tile_loadd(4, a + step * 32, a_bytes);
+            _tile_loadd(6, b + 2 * (step * 16 * ldb + i), b_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, out + i, out_bytes);
+    }
+    memory_is_read();
+}
+
+template <bool Add>
+INLINE void multiply(int64_t, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, float* out,
+                     int64_t ldo, int64_t columns) {
+    multiply_tiles<Add>(a, lda, b, ldb, k, out, ldo, columns);
+}
+
+#endif
+
+// ---- softmax ----
+
+// Queries [first, first + rows): their scores → weights 2^(scale · score − maximum), or 0 for keys that a query does
+// not see, `most` keys rounded up to a step of them; updates maximum and sum, and scales the values summed so far.
+template <class T, class Count>
+INLINE void soften(const AttentionScratch<T>& s, const float* group_scores, const Partials& p, int64_t first, int64_t rows, float scale,
+                   int64_t most, const Count& count_of) {
     vi lane;
     UNROLL
     for (int i = 0; i < kWidth; i++) lane[i] = i;
-    UNROLL
-    for (int v = 0; v < V; v++) {
-        const vi seen = lane < splat(static_cast<int32_t>(count - v * kWidth));
-        score[v] = seen ? load(scores + v * kWidth) * scale : splat(-__builtin_inff());
-        largest = max(score[v], largest);
+    float maximum[kGroupQueries], shrink[kGroupQueries];
+    for (int64_t r = 0; r < kGroupQueries; r++) maximum[r] = p.maximum[first + r];
+    for (int64_t r = 0; r < rows; r++) {
+        const float* scores = group_scores + r * kKeyTile;
+        const int64_t count = count_of(first + r), whole = count / kWidth * kWidth;
+        vf largest = splat(-__builtin_inff());
+        for (int64_t i = 0; i < whole; i += kWidth) largest = max(load(scores + i), largest);
+        if (whole < count) {
+            const vi seen = lane < splat(static_cast<int32_t>(count - whole));
+            largest = max(seen ? load(scores + whole) : splat(-__builtin_inff()), largest);
+        }
+        const float tile_maximum = max_lanes(largest) * scale;
+        if (tile_maximum > maximum[r]) maximum[r] = tile_maximum;
     }
-    const float before = partial[0], tile_max = max_lanes(largest);
-    const float maximum = before > tile_max ? before : tile_max;
-    vf sum = {};
-    UNROLL
-    for (int v = 0; v < V; v++) {
-        const vf weight = exp(score[v] - maximum);
-        sum += weight;
-        store(scores + v * kWidth, weight);
+    bool any = false;
+    for (int64_t r = 0; r < kGroupQueries; r += kWidth) {
+        const vf before = load(p.maximum + first + r), after = load(maximum + r);
+        store(shrink + r, before == after ? splat(1.f) : exp2(before - after));
+        store(p.maximum + first + r, after);
     }
-    const float shrink = exp(before - maximum);
-    partial[0] = maximum;
-    partial[1] = partial[1] * shrink + sum_lanes(sum);
-    return shrink;
+    for (int64_t r = 0; r < rows; r++) any |= shrink[r] != 1;
+    if (any)
+        for (int64_t r = 0; r < rows; r++) {
+            if (shrink[r] == 1) continue;
+            float *values = p.values + (first + r) * s.head, *lanes = s.lanes + (first + r) * 16;
+            for (int64_t d = 0; d < s.head; d += kWidth) store(values + d, load(values + d) * shrink[r]);
+            store(lanes, load(lanes) * shrink[r]);
+        }
+    const int64_t end = rounded_up(most, kKeyStep);
+    for (int64_t r = 0; r < rows; r++) {
+        const float* scores = group_scores + r * kKeyTile;
+        T* weights = s.weights + r * kKeyTile;
+        const int64_t count = count_of(first + r), whole = count / kWidth * kWidth;
+        const vf shift = splat(-maximum[r]), factor = splat(scale);
+        vf sum = load(s.lanes + (first + r) * 16);
+        int64_t i = 0;
+        for (; i < whole; i += kWidth) {
+            const vf weight = exp2(fma(load(scores + i), factor, shift));
+            sum += weight;
+            put(weights + i, weight);
+        }
+        if (i < count) {
+            const vi seen = lane < splat(static_cast<int32_t>(count - i));
+            const vf weight = seen ? exp2(fma(load(scores + i), factor, shift)) : vf{};
+            sum += weight;
+            put(weights + i, weight);
+            i += kWidth;
+        }
+        for (; i < end; i += kWidth) put(weights + i, vf{});
+        store(s.lanes + (first + r) * 16, sum);
+    }
 }
 
-// partial's values [R] = values · shrink + weights · V over `count` keys.
-template <int R, int V>
-INLINE void weigh_columns(const float* weights, const float* values, int64_t head, int64_t count,
-                          const float* shrink, float* sums, int64_t stride) {
-    vf acc[R][V];
-    UNROLL
-    for (int r = 0; r < R; r++)
-        UNROLL
-        for (int v = 0; v < V; v++) acc[r][v] = load(sums + r * stride + v * kWidth) * shrink[r];
-    accumulate<R, V>(weights, kKeyTile, values, head, count, acc);
-    UNROLL
-    for (int r = 0; r < R; r++)
-        UNROLL
-        for (int v = 0; v < V; v++) store(sums + r * stride + v * kWidth, acc[r][v]);
-}
+// ---- splits ----
 
-template <int R>
-INLINE void weigh_rows(const float* weights, const float* values, int64_t head, int64_t count, const float* shrink,
-                       float* sums, int64_t stride) {
-    constexpr int V = kWidth == 16 ? 4 : 2;
-    int64_t d = 0;
-    for (; d + V * kWidth <= head; d += V * kWidth)
-        weigh_columns<R, V>(weights, values + d, head, count, shrink, sums + d, stride);
-    for (; d < head; d += kWidth) weigh_columns<R, 1>(weights, values + d, head, count, shrink, sums + d, stride);
-}
-
-// Queries [first, first + R) against the tile in scratch; all see `count` keys of it.
-template <int R>
-static void attend_rows(const AttentionScratch& s, int64_t head_dim, float scale, int64_t first, int64_t count) {
-    const int64_t head = padded_head(head_dim), stride = partial_size(head_dim);
-    float* scores = s.scores + first * kKeyTile;
-    float shrink[R];
-    score_rows<R>(s.queries + first * head_dim, head_dim, s.keys, scores);
-    UNROLL
-    for (int r = 0; r < R; r++)
-        shrink[r] = soften(scores + r * kKeyTile, scale, count, s.split + (first + r) * stride);
-    weigh_rows<R>(scores, s.values, head, count, shrink, s.split + first * stride + 2, stride);
+// Sums up one split for every query of the tile into s.split. What it leaves for queries that see none of it means
+// nothing.
+template <class T>
+static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split,
+                      const AttentionScratch<T>& s) {
+    const int64_t group = a.heads / a.cache.kv_heads, head_dim = a.cache.head_dim, queries = tile.rows * group;
+    const float scale = a.scale * 1.44269504f;  // to base 2
+    const Partials p(s.split, s.room);
+    for (int64_t i = 0; i < s.room; i++) p.maximum[i] = -__builtin_inff();
+    for (int64_t i = 0; i < s.room * s.head; i++) p.values[i] = 0;
+    for (int64_t i = 0; i < s.room * 16; i++) s.lanes[i] = 0;
+    const int64_t context = tile.positions[tile.rows - 1] + 1;
+    const int64_t end = min_of(context, (split + 1) * kContextSplit);
+#if defined(__AMX_BF16__)
+    if (sizeof(T) == 2) configure_tiles(min_of(queries, kGroupQueries), true);
+#endif
+    for (int64_t start = split * kContextSplit; start < end; start += kKeyTile) {
+        const int64_t keys = min_of(kKeyTile, end - start);
+        load_tile<T>(a.cache, tile, kv_head, start, keys, context, s);
+        const auto count_of = [&](int64_t query) {
+            const int64_t seen = tile.positions[query / group] + 1 - start;
+            return seen < 0 ? 0 : min_of(keys, seen);
+        };
+        const auto most_of = [&](int64_t first) { return count_of(min_of(first + kGroupQueries, queries) - 1); };
+        const auto score = [&](int64_t first, float* scores) {
+            multiply<false>(min_of(kGroupQueries, queries - first), s.queries + first * s.head, s.head, s.keys,
+                            kKeyTile, head_dim, scores, kKeyTile, rounded_up(most_of(first), kWidth));
+        };
+        int64_t first = 0;
+        while (most_of(first) == 0) first += kGroupQueries;  // positions ascend: all further ones see something
+        float *scores = s.scores, *next_scores = s.scores + kGroupQueries * kKeyTile;
+        score(first, scores);
+        for (; first < queries; first += kGroupQueries) {
+            const int64_t rows = min_of(kGroupQueries, queries - first), most = most_of(first);
+            soften(s, scores, p, first, rows, scale, most, count_of);
+            // The next group's scores first: the weights are on their way to where tile registers load from.
+            if (first + kGroupQueries < queries) score(first + kGroupQueries, next_scores);
+            multiply<true>(rows, s.weights, kKeyTile, s.values, s.head, most, p.values + first * s.head, s.head,
+                           s.head);
+            float* done = scores;
+            scores = next_scores;
+            next_scores = done;
+        }
+    }
+#if defined(__AMX_BF16__)
+    if (sizeof(T) == 2) _tile_release();
+#endif
+    for (int64_t i = 0; i < queries; i++) p.sum[i] = sum_lanes(load(s.lanes + i * 16));
 }
 
 // Merges the next split into the total, in place.
-static void merge(float* total, const float* split, int64_t head) {
-    const float maximum = total[0] > split[0] ? total[0] : split[0];
-    const float a = exp(total[0] - maximum), b = exp(split[0] - maximum);
-    total[0] = maximum;
-    total[1] = total[1] * a + split[1] * b;
-    for (int64_t d = 0; d < head; d++) total[2 + d] = total[2 + d] * a + split[2 + d] * b;
+INLINE void merge(const Partials& total, const Partials& split, int64_t query, int64_t head) {
+    const float before = total.maximum[query], next = split.maximum[query];
+    const float maximum = before > next ? before : next;
+    const float a = exp2(splat(before - maximum))[0], b = exp2(splat(next - maximum))[0];
+    total.maximum[query] = maximum;
+    total.sum[query] = total.sum[query] * a + split.sum[query] * b;
+    float* to = total.values + query * head;
+    const float* from = split.values + query * head;
+    for (int64_t d = 0; d < head; d += kWidth) store(to + d, load(to + d) * a + load(from + d) * b);
 }
 
-static void copy_partial(float* to, const float* from, int64_t head) {
-    __builtin_memcpy(to, from, static_cast<size_t>(2 + head) * 4);
+INLINE void copy_partial(const Partials& to, const Partials& from, int64_t query, int64_t head) {
+    to.maximum[query] = from.maximum[query];
+    to.sum[query] = from.sum[query];
+    __builtin_memcpy(to.values + query * head, from.values + query * head, static_cast<size_t>(head) * 4);
 }
 
 // Query number i of a tile is (row i / group, head i % group).
 static void write_output(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t query,
-                         const float* total) {
-    const int64_t group = a.heads / a.cache.kv_heads, head_dim = a.cache.head_dim;
+                         const Partials& total) {
+    const int64_t group = a.heads / a.cache.kv_heads, head_dim = a.cache.head_dim, head = padded_head(head_dim);
     const int64_t at = (tile.row + query / group) * a.out_stride + (kv_head * group + query % group) * head_dim;
-    const float scale = 1.f / total[1];
-    for (int64_t d = 0; d < head_dim; d++) {
-        const float y = total[2 + d] * scale;
-        if (a.out_number == Number::f32)
-            static_cast<float*>(a.out)[at + d] = y;
-        else
-            static_cast<uint16_t*>(a.out)[at + d] = narrow(y);
-    }
-}
-
-static void load_queries(const Attention& a, const QueryTile& tile, int64_t kv_head, const AttentionScratch& s) {
-    const int64_t group = a.heads / a.cache.kv_heads, head_dim = a.cache.head_dim;
-    for (int64_t r = 0; r < tile.rows; r++)  // the heads of a group lie side by side
-        __builtin_memcpy(s.queries + r * group * head_dim,
-                         a.q + (tile.row + r) * a.q_stride + kv_head * group * head_dim,
-                         static_cast<size_t>(group * head_dim) * 4);
-}
-
-// Sums up one split for every query of the tile into s.split. Queries that see none of it are not touched.
-static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split,
-                      const AttentionScratch& s) {
-    const int64_t group = a.heads / a.cache.kv_heads, head_dim = a.cache.head_dim;
-    const int64_t queries = tile.rows * group, stride = partial_size(head_dim);
-    for (int64_t i = 0; i < queries; i++) {
-        float* partial = s.split + i * stride;
-        partial[0] = -__builtin_inff();
-        for (int64_t d = 1; d < stride; d++) partial[d] = 0;
-    }
-    const int64_t context = tile.positions[tile.rows - 1] + 1;
-    const int64_t end = min_of(context, (split + 1) * kContextSplit);
-    for (int64_t start = split * kContextSplit; start < end; start += kKeyTile) {
-        const int64_t keys = min_of(kKeyTile, end - start);
-        if (a.cache.number == Number::f32)
-            load_tile<float>(a.cache, tile, kv_head, start, keys, s);
-        else
-            load_tile<uint16_t>(a.cache, tile, kv_head, start, keys, s);
-        // Runs of queries that see equally many keys of this tile.
-        for (int64_t i = 0; i < queries;) {
-            const auto count_of = [&](int64_t query) {
-                return min_of(keys, tile.positions[query / group] + 1 - start);
-            };
-            const int64_t count = count_of(i);
-            int64_t run = 1;
-            while (run < kTileRows && i + run < queries && count_of(i + run) == count) run++;
-            if (count > 0) switch (run) {
-                    case 1: attend_rows<1>(s, head_dim, a.scale, i, count); break;
-                    case 2: attend_rows<2>(s, head_dim, a.scale, i, count); break;
-                    case 3: attend_rows<3>(s, head_dim, a.scale, i, count); break;
-                    case 4: attend_rows<4>(s, head_dim, a.scale, i, count); break;
-                    case 5: attend_rows<5>(s, head_dim, a.scale, i, count); break;
-                    default: attend_rows<6>(s, head_dim, a.scale, i, count); break;
-                }
-            i += run;
-        }
-    }
+    float* values = total.values + query * head;
+    const float scale = 1.f / total.sum[query];
+    for (int64_t d = 0; d < head; d += kWidth) store(values + d, load(values + d) * scale);
+    if (a.out_number == Number::f32)
+        put_all(static_cast<float*>(a.out) + at, values, head_dim);
+    else
+        put_all(static_cast<uint16_t*>(a.out) + at, values, head_dim);
 }
 
 // Whether a query sees any key of the split.
@@ -233,42 +464,59 @@ INLINE bool sees(const QueryTile& tile, int64_t query, int64_t group, int64_t sp
     return tile.positions[query / group] >= split * kContextSplit;
 }
 
-static void attend(const Attention& a, const QueryTile& tile, int64_t kv_head, float* scratch) {
-    const int64_t group = a.heads / a.cache.kv_heads, head_dim = a.cache.head_dim, head = padded_head(head_dim);
-    const int64_t queries = tile.rows * group, stride = partial_size(head_dim);
-    const AttentionScratch s(scratch, queries, head_dim);
+template <class T>
+static void attend_tile(const Attention& a, const QueryTile& tile, int64_t kv_head, float* scratch) {
+    const int64_t group = a.heads / a.cache.kv_heads, queries = tile.rows * group;
+    const AttentionScratch<T> s(scratch, queries, a.cache.head_dim);
+    const Partials part(s.split, s.room), total(s.total, s.room);
     load_queries(a, tile, kv_head, s);
     const int64_t splits = tile.positions[tile.rows - 1] / kContextSplit + 1;
     for (int64_t split = 0; split < splits; split++) {
         sum_split(a, tile, kv_head, split, s);
         for (int64_t i = 0; i < queries; i++) {
             if (split == 0)
-                copy_partial(s.total + i * stride, s.split + i * stride, head);
+                copy_partial(total, part, i, s.head);
             else if (sees(tile, i, group, split))
-                merge(s.total + i * stride, s.split + i * stride, head);
+                merge(total, part, i, s.head);
         }
     }
-    for (int64_t i = 0; i < queries; i++) write_output(a, tile, kv_head, i, s.total + i * stride);
+    for (int64_t i = 0; i < queries; i++) write_output(a, tile, kv_head, i, total);
+}
+
+static void attend(const Attention& a, const QueryTile& tile, int64_t kv_head, float* scratch) {
+    if (a.cache.number == Number::f32)
+        attend_tile<float>(a, tile, kv_head, scratch);
+    else
+        attend_tile<uint16_t>(a, tile, kv_head, scratch);
+}
+
+template <class T>
+static void attend_tile_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split,
+                              float* scratch, float* partials) {
+    const int64_t group = a.heads / a.cache.kv_heads, queries = tile.rows * group;
+    const AttentionScratch<T> s(scratch, queries, a.cache.head_dim);
+    load_queries(a, tile, kv_head, s);
+    sum_split(a, tile, kv_head, split, s);
+    const Partials to(partials, queries), from(s.split, s.room);
+    for (int64_t i = 0; i < queries; i++)
+        if (sees(tile, i, group, split)) copy_partial(to, from, i, s.head);
 }
 
 static void attend_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split, float* scratch,
                          float* partials) {
-    const int64_t group = a.heads / a.cache.kv_heads, head_dim = a.cache.head_dim, head = padded_head(head_dim);
-    const int64_t queries = tile.rows * group, stride = partial_size(head_dim);
-    const AttentionScratch s(scratch, queries, head_dim);
-    load_queries(a, tile, kv_head, s);
-    sum_split(a, tile, kv_head, split, s);
-    for (int64_t i = 0; i < queries; i++)
-        if (sees(tile, i, group, split)) copy_partial(partials + i * stride, s.split + i * stride, head);
+    if (a.cache.number == Number::f32)
+        attend_tile_split<float>(a, tile, kv_head, split, scratch, partials);
+    else
+        attend_tile_split<uint16_t>(a, tile, kv_head, split, scratch, partials);
 }
 
 static void merge_splits(const Attention& a, const QueryTile& tile, int64_t kv_head, float* partials) {
     const int64_t group = a.heads / a.cache.kv_heads, head = padded_head(a.cache.head_dim);
-    const int64_t queries = tile.rows * group, stride = partial_size(a.cache.head_dim);
+    const int64_t queries = tile.rows * group, size = queries * partial_size(a.cache.head_dim);
+    const Partials total(partials, queries);
     for (int64_t i = 0; i < queries; i++) {
-        float* total = partials + i * stride;
         for (int64_t split = 1; sees(tile, i, group, split); split++)
-            merge(total, partials + (split * queries + i) * stride, head);
+            merge(total, Partials(partials + split * size, queries), i, head);
         write_output(a, tile, kv_head, i, total);
     }
 }

@@ -5,7 +5,7 @@
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // gcc 12's own intrinsics
 #endif
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -24,7 +24,13 @@ namespace {
 #include "kernels/simd.inl"
 // One after the other: each uses the ones before.
 #include "kernels/rowwise.inl"
+#include "kernels/prepare.inl"
 #include "kernels/matmul.inl"
+#include "kernels/matmul_int.inl"
+#if defined(__AMX_BF16__)
+#include "kernels/matmul_amx.inl"
+#endif
+#include "kernels/matmul_table.inl"
 #include "kernels/attention.inl"
 
 }  // namespace
@@ -32,8 +38,12 @@ namespace {
 extern const Kernels MINIVLLM_TABLE(MINIVLLM_ISA);
 const Kernels MINIVLLM_TABLE(MINIVLLM_ISA) = {
     MINIVLLM_NAME(MINIVLLM_ISA),
-    matmul<float>,
-    matmul<uint16_t>,
+    kTiled,
+    {Input::f32, Input::bf16, kTiled ? Input::bf16 : Input::groups, kTiled ? Input::bf16 : Input::groups},
+    sizeof(Group),
+    prepare,
+    matmul,
+    matmul_rows,
     norm,
     rope_and_store,
     attend,

@@ -15,8 +15,9 @@
 
 namespace minivllm {
 
-constexpr int64_t kPanel = 64;         // outputs in a panel of a packed matrix
-constexpr int64_t kKeyTile = 64;       // keys that attention takes at a time, at multiples of 64
+constexpr int64_t kPanel = 32;         // outputs in a panel of a packed matrix
+constexpr int64_t kGroup = 32;         // quantised weights (along k) that share a scale
+constexpr int64_t kKeyTile = 128;       // keys that attention takes at a time, at multiples of 128
 constexpr int64_t kContextSplit = 512;  // keys that are summed up apart and then merged in order
 
 static inline constexpr int64_t padded(int64_t size) { return (size + kPanel - 1) / kPanel * kPanel; }
@@ -30,20 +31,47 @@ enum class Norm { layernorm, rmsnorm };
 enum class Epilogue {
     store,           // out = y
     add,             // out += y, the residual stream
-    activate,        // next = act(y), as the next matmul reads it
+    activate,        // next = act(y), a row for the next matmul
     activate_gated,  // next = act(y of the even panel) * (y of the odd panel)
+};
+
+// How a packed matrix keeps its weights, panel after panel of kPanel outputs; k is padded with zeros.
+//   f32   [k][kPanel]
+//   bf16  [ceil(k / 2)][kPanel][2], or where Kernels::bf16_tiles [ceil(k / 32)][kPanel / 16][16][16][2], the tiles
+//         of AMX: both [pair of k][output][2]
+//   int8  [ceil(k / 32)] groups: 128 + q as uint8 [8][kPanel][4] (k, output, k), then scales d as float16 [kPanel]
+//         w = d q
+//   int4  [ceil(k / 32)] groups: nibbles q [4][kPanel][4] (k, output, k), the low halves are k = 0 … 15 of the group
+//         and the high ones k = 16 … 31; then d and m as float16 [2][kPanel]:  w = d q + m
+enum class Format { f32, bf16, int8, int4 };
+
+// What a matmul kernel reads: float32 or bfloat16 rows, zero from k up to the next multiple of 32; or groups of 32
+// elements as 8-bit integers with a scale each, in a layout of the ISA's own (Kernels::group_bytes for each).
+enum class Input { f32, bf16, groups };
+
+// Rows of float32 or bfloat16 into rows of an Input.
+struct Prepare {
+    Number number;
+    const void* x;  // [rows][x_stride]
+    int64_t x_stride;
+    int64_t k;
+    Input input;
+    void* out;  // [rows], out_bytes apart
+    int64_t out_bytes;
 };
 
 // One packed matrix times the rows of x. A unit is a panel of outputs, or a gate panel and its up panel.
 struct Matmul {
-    const void* x;  // [rows][x_stride], float32 or bfloat16; bfloat16: element k is zero if k is odd
-    int64_t x_stride;
-    const void* panels;  // float32: [panels][k][kPanel]; bfloat16: [panels][ceil(k / 2)][kPanel][2]
+    Format format;
+    const void* x;  // [rows], x_bytes apart, as Kernels::inputs says
+    int64_t x_bytes;
+    const void* panels;
     int64_t k;
     const float* bias;  // [panels][kPanel], or null
     Epilogue epilogue;
     Activation activation;  // for the two last epilogues
-    void* out;              // [rows][out_stride]: float32, or (activate…) a matmul's input
+    Number number;          // of out, likewise; else it is float32
+    void* out;              // [rows][out_stride]
     int64_t out_stride;
 };
 
@@ -96,32 +124,41 @@ struct Attention {
     int64_t out_stride;
 };
 
-// One query head over some keys: a maximum, the sum of exp(score − maximum), and the values weighted by it.
-// In memory: maximum, sum, then the weighted values [head_dim rounded up to 16].
-static inline constexpr int64_t padded_head(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+// One query head over some keys: a maximum, the sum of 2^(score − maximum), and the values weighted by it.
+static inline constexpr int64_t padded_head(int64_t head_dim) { return (head_dim + 31) / 32 * 32; }
 static inline constexpr int64_t partial_size(int64_t head_dim) { return 2 + padded_head(head_dim); }
 
 // Floats of scratch memory that attention needs for tiles of up to that many (rows × heads of a group). It must be
 // zeroed before its first use, and then serve one head_dim and one thread.
 int64_t attention_scratch_size(int64_t queries, int64_t head_dim);
 
+// Bytes of a packed panel, of an input row, and of scratch memory for a matmul of up to that many inputs.
+int64_t panel_bytes(Format format, int64_t k, bool bf16_tiles);
+int64_t input_bytes(Input input, int64_t k, int64_t group_bytes);
+int64_t matmul_scratch_size(int64_t k);
+
 struct Kernels {
     const char* isa;
 
-    // rows [row, row_end) and units [unit, unit_end).
-    void (*matmul_f32)(const Matmul&, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end);
-    void (*matmul_bf16)(const Matmul&, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end);
+    bool bf16_tiles;      // the layout of Format::bf16
+    Input inputs[4];      // what a matmul of each Format reads
+    int64_t group_bytes;  // of a group of an Input::groups row
+    void (*prepare)(const Prepare&, int64_t row, int64_t row_end);
+    // rows [row, row_end) and units [unit, unit_end). Scratch: matmul_scratch_size bytes, aligned to 64.
+    void (*matmul)(const Matmul&, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end, void* scratch);
+    // The most rows that should go past a panel before the next panel's turn.
+    int64_t (*matmul_rows)(Format, int64_t k);
 
     void (*norm)(const NormRows&, int64_t row, int64_t row_end);
     void (*rope_and_store)(const RopeAndStore&, int64_t row, int64_t row_end);
 
     // The tile's rows and the query heads of one kv head over all their keys.
     void (*attend)(const Attention&, const QueryTile&, int64_t kv_head, float* scratch);
-    // The same over split number `split` only, into partials [rows][heads of a group][partial_size]. A row that
-    // sees no key of the split leaves its partial unwritten.
+    // The same over split number `split` only, into rows × heads of a group partials of partial_size floats. A row
+    // that sees no key of the split leaves its partial unwritten.
     void (*attend_split)(const Attention&, const QueryTile&, int64_t kv_head, int64_t split, float* scratch,
                          float* partials);
-    // Merges partials [splits][rows][heads of a group][partial_size] in order and writes out: bit for bit what
+    // Merges the partials of the splits, which lie one after the other, in order and writes out: bit for bit what
     // attend does. Overwrites the partials of split 0.
     void (*merge_splits)(const Attention&, const QueryTile&, int64_t kv_head, float* partials);
 

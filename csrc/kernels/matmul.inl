@@ -1,16 +1,22 @@
-// Packed matmul: every output lane is reduced over k in ascending order, in one accumulator, whatever the number
-// of rows; so all tile heights agree bit for bit. Part of kernels.cpp.
+// Packed matmul with float32 fma: float32 weights, and bfloat16 ones where there are no tiles. Every output lane is
+// reduced over k in ascending order, in one accumulator, whatever the number of rows; so all tile heights agree bit
+// for bit. Part of kernels.cpp.
 
 constexpr int kTileRows = 6;
+constexpr int kPanelVectors = kPanel / kWidth;
 
-// Vectors of outputs that a tile of R rows holds in registers at a time.
+// Panels side by side, and vectors of outputs, that a tile of R rows holds in registers at a time.
+template <int R>
+constexpr int tile_panels() {
+    return kWidth == 16 ? 2 : 1;
+}
 template <int R>
 constexpr int tile_vectors() {
     if (kWidth == 16) return 4;  // 6 × 4 of 32 registers
-    return R == 1 ? 8 : R <= 3 ? 4 : 2;  // at most 12 of 16 registers
+    return R <= 3 ? 4 : 2;       // at most 12 of 16 registers
 }
 
-// acc[r][v] += Σ_k a[r][k] · b[k][v], b's rows being ldb apart.
+// acc[r][v] += Σ_k a[r][k] · b[k][v], b's rows being ldb apart. (For attention's use.)
 template <int R, int V>
 INLINE void accumulate(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t k, vf (&acc)[R][V]) {
     for (int64_t i = 0; i < k; i++) {
@@ -26,13 +32,33 @@ INLINE void accumulate(const float* a, int64_t lda, const float* b, int64_t ldb,
     }
 }
 
+// acc[r][v] += Σ_k a[r][k] · b[v][k]. Vector v of outputs is in panel v / vectors of a panel, panel_size elements
+// apart.
+template <int R, int V>
+INLINE void add_panels(const float* a, int64_t lda, const float* b, int64_t panel_size, int64_t k, vf (&acc)[R][V]) {
+    for (int64_t i = 0; i < k; i++) {
+        vf column[V];
+        UNROLL
+        for (int v = 0; v < V; v++)
+            column[v] = load(b + i * kPanel + v / kPanelVectors * panel_size + v % kPanelVectors * kWidth);
+        UNROLL
+        for (int r = 0; r < R; r++) {
+            const vf x = splat(a[r * lda + i]);
+            UNROLL
+            for (int v = 0; v < V; v++) acc[r][v] = fma(x, column[v], acc[r][v]);
+        }
+    }
+}
+
 // The same for pairs of bfloat16: a [R][k], b [ceil(k / 2)][outputs][2].
 template <int R, int V>
-INLINE void accumulate(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, vf (&acc)[R][V]) {
+INLINE void add_panels(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t panel_size, int64_t k,
+                       vf (&acc)[R][V]) {
     for (int64_t i = 0; i < (k + 1) / 2; i++) {
         vu column[V];
         UNROLL
-        for (int v = 0; v < V; v++) column[v] = load_as<vu>(b + 2 * (i * ldb + v * kWidth));
+        for (int v = 0; v < V; v++)
+            column[v] = load_as<vu>(b + i * 2 * kPanel + v / kPanelVectors * panel_size + v % kPanelVectors * 2 * kWidth);
         UNROLL
         for (int r = 0; r < R; r++) {
             uint32_t pair;
@@ -54,37 +80,39 @@ INLINE void accumulate(const uint16_t* a, int64_t lda, const uint16_t* b, int64_
     }
 }
 
-// tile[R][kPanel] = x (R rows) times one panel.
-template <class T, int R>
-static void panel_tile(const T* x, int64_t stride, const T* panel, int64_t k, float* tile) {
-    constexpr int V = tile_vectors<R>();
+// tile [panels][R][kPanel] = x (R rows) times one or two panels.
+template <class T, int R, int P>
+static void panel_tile(const T* x, int64_t stride, const T* panels, int64_t k, float* tile) {
+    constexpr int V = tile_vectors<R>() * P / tile_panels<R>();
     constexpr int64_t scale = sizeof(T) == 2 ? 2 : 1;  // elements of a panel row for each output
-    for (int64_t output = 0; output < kPanel; output += V * kWidth) {
+    const int64_t panel_size = kPanel * (sizeof(T) == 2 ? (k + 1) / 2 * 2 : k);
+    for (int64_t output = 0; output < P * kPanel; output += V * kWidth) {
         vf acc[R][V] = {};
-        accumulate<R, V>(x, stride, panel + output * scale, kPanel, k, acc);
+        add_panels<R, V>(x, stride, panels + output * scale, panel_size, k, acc);
         UNROLL
         for (int r = 0; r < R; r++)
             UNROLL
-            for (int v = 0; v < V; v++) store(tile + r * kPanel + output + v * kWidth, acc[r][v]);
+            for (int v = 0; v < V; v++)
+                store(tile + (v / kPanelVectors * R + r) * kPanel + output + v % kPanelVectors * kWidth, acc[r][v]);
     }
 }
 
-template <class T>
-static void panel_tile(int64_t rows, const T* x, int64_t stride, const T* panel, int64_t k, float* tile) {
+template <class T, int P>
+static void panel_tile(int64_t rows, const T* x, int64_t stride, const T* panels, int64_t k, float* tile) {
     switch (rows) {
-        case 1: return panel_tile<T, 1>(x, stride, panel, k, tile);
-        case 2: return panel_tile<T, 2>(x, stride, panel, k, tile);
-        case 3: return panel_tile<T, 3>(x, stride, panel, k, tile);
-        case 4: return panel_tile<T, 4>(x, stride, panel, k, tile);
-        case 5: return panel_tile<T, 5>(x, stride, panel, k, tile);
-        default: return panel_tile<T, 6>(x, stride, panel, k, tile);
+        case 1: return panel_tile<T, 1, P>(x, stride, panels, k, tile);
+        case 2: return panel_tile<T, 2, P>(x, stride, panels, k, tile);
+        case 3: return panel_tile<T, 3, P>(x, stride, panels, k, tile);
+        case 4: return panel_tile<T, 4, P>(x, stride, panels, k, tile);
+        case 5: return panel_tile<T, 5, P>(x, stride, panels, k, tile);
+        default: return panel_tile<T, 6, P>(x, stride, panels, k, tile);
     }
 }
 
 INLINE void store_number(float* to, vf v) { store(to, v); }
 INLINE void store_number(uint16_t* to, vf v) { store_as(to, narrow(v)); }
 
-// out row r, columns [column, column + kPanel): what the epilogue makes of tile, or of the gate and up tiles.
+// Rows row … of out, columns of the unit: what the epilogue makes of tile [rows][kPanel], or of the gate and up tiles.
 template <class T>
 INLINE void finish_tile(const Matmul& m, int64_t row, int64_t rows, int64_t unit, const float* tile, const float* up) {
     const bool gated = m.epilogue == Epilogue::activate_gated;
@@ -112,22 +140,54 @@ INLINE void finish_tile(const Matmul& m, int64_t row, int64_t rows, int64_t unit
     }
 }
 
+static void finish(const Matmul& m, int64_t row, int64_t rows, int64_t unit, const float* tile, const float* up) {
+    if (m.number == Number::f32)
+        finish_tile<float>(m, row, rows, unit, tile, up);
+    else
+        finish_tile<uint16_t>(m, row, rows, unit, tile, up);
+}
+
+// How many rows of the `left` ones the next tile takes, of at most `most`: 7 rows are 4 + 3.
+INLINE int64_t next_rows(int64_t left, int64_t most) {
+    const int64_t tiles = (left + most - 1) / most;
+    return (left + tiles - 1) / tiles;
+}
+
+// Runs body(first unit, P): one or two panels at a time, as a gate and its up panel or as neighbours.
+template <class Body>
+INLINE void for_panels(const Matmul& m, int64_t unit, int64_t unit_end, const Body& body) {
+    if (m.epilogue == Epilogue::activate_gated) {
+        for (; unit < unit_end; unit++) body(unit, 2 * unit, 2);
+        return;
+    }
+    for (; unit < unit_end; unit += 2) body(unit, unit, unit + 1 < unit_end ? 2 : 1);
+}
+
+// What becomes of tiles [panels][rows][kPanel] of one or two panels.
+INLINE void finish_panels(const Matmul& m, int64_t row, int64_t rows, int64_t unit, int64_t panels, const float* tile) {
+    if (m.epilogue == Epilogue::activate_gated) return finish(m, row, rows, unit, tile, tile + rows * kPanel);
+    for (int64_t p = 0; p < panels; p++) finish(m, row, rows, unit + p, tile + p * rows * kPanel, nullptr);
+}
+
 template <class T>
-static void matmul(const Matmul& m, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end) {
-    const bool gated = m.epilogue == Epilogue::activate_gated;
+static void matmul_fma(const Matmul& m, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end) {
     const int64_t panel_size = kPanel * (sizeof(T) == 2 ? (m.k + 1) / 2 * 2 : m.k);
-    float tile[2][kTileRows * kPanel];
-    // A panel stays in the cache while the rows go past it.
-    for (; unit < unit_end; unit++) {
-        const T* panel = static_cast<const T*>(m.panels) + unit * panel_size * (gated ? 2 : 1);
+    const int64_t stride = m.x_bytes / static_cast<int64_t>(sizeof(T));
+    float tile[2 * kTileRows * kPanel];
+    // Panels stay in the cache while the rows go past them.
+    for_panels(m, unit, unit_end, [&](int64_t at, int64_t first, int panels) {
+        const T* panel = static_cast<const T*>(m.panels) + first * panel_size;
         for (int64_t r = row; r < row_end;) {
-            const int64_t left = row_end - r, tiles = (left + kTileRows - 1) / kTileRows;
-            const int64_t rows = (left + tiles - 1) / tiles;  // 7 rows: 4 + 3
-            const T* x = static_cast<const T*>(m.x) + r * m.x_stride;
-            panel_tile(rows, x, m.x_stride, panel, m.k, tile[0]);
-            if (gated) panel_tile(rows, x, m.x_stride, panel + panel_size, m.k, tile[1]);
-            finish_tile<T>(m, r, rows, unit, tile[0], tile[1]);
+            const int64_t rows = next_rows(row_end - r, kTileRows);
+            const T* x = static_cast<const T*>(m.x) + r * stride;
+            if (panels == tile_panels<1>()) {
+                panel_tile<T, tile_panels<1>()>(rows, x, stride, panel, m.k, tile);
+            } else {
+                panel_tile<T, 1>(rows, x, stride, panel, m.k, tile);
+                if (panels == 2) panel_tile<T, 1>(rows, x, stride, panel + panel_size, m.k, tile + rows * kPanel);
+            }
+            finish_panels(m, r, rows, at, panels, tile);
             r += rows;
         }
-    }
+    });
 }

@@ -16,15 +16,19 @@ INLINE vf erfc(vf x, vf power) {
 
 INLINE vf activate(Activation kind, vf x) {
     switch (kind) {
-        case Activation::silu: return x / (1.f + exp(-x));
+        case Activation::silu: {
+            const vf y = max(splat(-87.f), x);  // there it is 0
+            return y * reciprocal(1.f + exp2(max(splat(-126.f), y * -1.44269504f)));
+        }
         case Activation::gelu: {  // x · Φ(x), Φ(x) = erfc(−x / √2) / 2
             const vf magnitude = x < 0 ? -x : x;
             const vf tail = .5f * erfc(magnitude * 0.70710678f, exp(x * x * -.5f));
             return x * (x < 0 ? tail : 1.f - tail);
         }
         default: {  // x · (1 + tanh u) / 2 = x / (1 + e^(−2u)),  u = √(2/π) (x + 0.044715 x³)
-            const vf u = 0.79788456f * (x + 0.044715f * (x * x * x));
-            return x / (1.f + exp(-2.f * u));
+            const vf y = max(splat(-10.f), x), z = min(splat(10.f), y);  // beyond, it is 0 or x
+            const vf u = 0.79788456f * (z + 0.044715f * (z * z * z));
+            return y * reciprocal(1.f + exp2(u * -2.88539008f));
         }
     }
 }
@@ -51,6 +55,15 @@ INLINE float sum_over(const float* x, int64_t n, F f) {
 
 INLINE void put(float* to, float x) { *to = x; }
 INLINE void put(uint16_t* to, float x) { *to = narrow(x); }
+INLINE void put(float* to, vf x) { store(to, x); }
+INLINE void put(uint16_t* to, vf x) { store_as(to, narrow(x)); }
+
+template <class T>
+INLINE void put_all(T* to, const float* from, int64_t n) {
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth) put(to + i, load(from + i));
+    for (; i < n; i++) put(to + i, from[i]);
+}
 
 template <class T>
 INLINE void norm_row(const NormRows& m, const float* x, T* out) {
@@ -66,11 +79,16 @@ INLINE void norm_row(const NormRows& m, const float* x, T* out) {
         squares = sum_over(x, m.size, [](vf v) { return v * v; });
     }
     const float scale = 1.f / __builtin_sqrtf(squares / size + m.eps);
-    for (int64_t i = 0; i < m.size; i++) {
+    int64_t i = 0;
+    for (; i + kWidth <= m.size; i += kWidth) {
+        const vf y = (load(x + i) - mean) * scale * load(m.weight + i);
+        put(out + i, m.bias ? y + load(m.bias + i) : y);
+    }
+    for (; i < m.size; i++) {
         const float y = (x[i] - mean) * scale * m.weight[i];
         put(out + i, m.bias ? y + m.bias[i] : y);
     }
-    for (int64_t i = m.size; i < m.out_stride; i++) put(out + i, 0);
+    for (; i < m.out_stride; i++) put(out + i, 0.f);
 }
 
 static void norm(const NormRows& m, int64_t row, int64_t row_end) {
@@ -85,7 +103,13 @@ static void norm(const NormRows& m, int64_t row, int64_t row_end) {
 
 INLINE void rotate(float* x, const float* cos_sin, int64_t half) {
     const float *cos = cos_sin, *sin = cos_sin + half;
-    for (int64_t i = 0; i < half; i++) {
+    int64_t i = 0;
+    for (; i + kWidth <= half; i += kWidth) {
+        const vf a = load(x + i), b = load(x + i + half);
+        store(x + i, a * load(cos + i) - b * load(sin + i));
+        store(x + i + half, b * load(cos + i) + a * load(sin + i));
+    }
+    for (; i < half; i++) {
         const float a = x[i], b = x[i + half];
         x[i] = a * cos[i] - b * sin[i];
         x[i + half] = b * cos[i] + a * sin[i];
@@ -98,7 +122,7 @@ INLINE void store_row(const RopeAndStore& m, const float* from, void* to, int64_
     const int64_t block = slot / c.block_size, offset = slot % c.block_size;
     for (int64_t head = 0; head < c.kv_heads; head++) {
         T* cell = static_cast<T*>(to) + ((block * c.kv_heads + head) * c.block_size + offset) * c.head_dim;
-        for (int64_t i = 0; i < c.head_dim; i++) put(cell + i, from[head * c.head_dim + i]);
+        put_all(cell, from + head * c.head_dim, c.head_dim);
     }
 }
 

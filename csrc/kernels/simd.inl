@@ -68,23 +68,60 @@ INLINE vd fma(vd a, vd b, vd c) {
 }
 
 // Keeps a NaN that is in b.
-INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+INLINE vf max(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+// Keeps a NaN that is in b.
+INLINE vf min(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
+// 1 / x for normal x and 1 / x, rounded nearly always as a division would.
+INLINE vf reciprocal(vf x) {
+#if defined(__AVX512F__)
+    const vf rough = (vf)_mm512_rcp14_ps((__m512)x);  // to 14 bits; one step of Newton's method doubles them
+    return fma(fma(-x, rough, splat(1.f)), rough, rough);
+#else
+    return 1.f / x;
+#endif
+}
 
 // Sums and maxima over the lanes, always as the same tree.
 INLINE float sum_lanes(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float lane[kWidth];
     store_as(lane, v);
     for (int half = kWidth / 2; half > 0; half /= 2)
         for (int i = 0; i < half; i++) lane[i] += lane[i + half];
     return lane[0];
+#endif
 }
 
 INLINE float max_lanes(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float lane[kWidth];
     store_as(lane, v);
     for (int half = kWidth / 2; half > 0; half /= 2)
         for (int i = 0; i < half; i++) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
     return lane[0];
+#endif
 }
 
 // The first n < kWidth floats, and zeros.
@@ -98,10 +135,14 @@ INLINE vf widen(vh v) { return (vf)(__builtin_convertvector(v, vu) << 16); }
 
 // To bfloat16, round to nearest even; NaN stays NaN.
 INLINE vh narrow(vf v) {
+#if defined(__AVX512BF16__)
+    return (vh)_mm512_cvtneps_pbh((__m512)v);  // subnormal numbers become 0
+#else
     const vu bits = (vu)v;
     const vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const vu kept = (vu)(v == v);
     return __builtin_convertvector((kept & rounded) | (~kept & ((bits >> 16) | 0x40)), vh);
+#endif
 }
 
 INLINE uint16_t narrow(float x) {
@@ -199,6 +240,33 @@ INLINE vf exp(vf x) {
 }
 
 INLINE float exp(float x) { return exp(splat(x))[0]; }
+
+// 2^x for x ≤ 127, by a polynomial of ours on [−½, ½] that is within 1e-7 and gives 2^0 = 1. Below −126, −inf
+// included, it is 0 (or a subnormal number); NaN stays NaN.
+INLINE vf exp2(vf x) {
+#if defined(__AVX512F__)
+    const vf n = (vf)_mm512_roundscale_ps((__m512)x, 8);
+#else
+    const vf clamped = max(splat(-127.f), x);
+    const vf magic = splat(12582912.f);  // 1.5 · 2^23: adding it rounds to an integer
+    const vf shifted = clamped + magic;
+    const vf n = shifted - magic;
+    x = clamped;
+#endif
+    const vf r = x - n;
+    vf p = splat(0.001326472731f);
+    p = fma(p, r, splat(0.009671512991f));
+    p = fma(p, r, splat(0.05550733581f));
+    p = fma(p, r, splat(0.2402224243f));
+    p = fma(p, r, splat(0.6931470037f));
+    p = fma(p, r, splat(1.f));
+#if defined(__AVX512F__)
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);  // 0 if n is −inf, even though p is NaN then
+#else
+    const vf result = (vf)((vi)p + (((vi)shifted - (vi)magic) << 23));
+    return x > -126.f ? result : (x != x ? x : vf{});
+#endif
+}
 
 // e^x in double for x ≤ 0; 0 below −700. The same method; the series' next term is 4e-18.
 INLINE vd exp(vd x) {

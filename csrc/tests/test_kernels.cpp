@@ -1,4 +1,4 @@
-// Every kernel of every ISA that this processor has: close to the same formula in plain double arithmetic, and bit
+// Every kernel but the matmul (test_matmul.cpp), of every ISA that this processor has: close to the same formula in plain double arithmetic, and bit
 // for bit the same however the rows are cut up.
 //   cmake -S . -B build/native -DMINIVLLM_TESTS=ON -DMINIVLLM_PYTHON=OFF && cmake --build build/native &&
 //   build/native/test_kernels
@@ -109,73 +109,6 @@ void test_argmax(const Kernels& kernels) {
     }
 }
 
-// A matmul with given weights [units * (gated ? 2 : 1) panels], checked against doubles for all rows.
-template <class T>
-void test_matmul(const Kernels& kernels, int64_t k, int64_t units, Epilogue epilogue, bool with_bias) {
-    constexpr bool half = sizeof(T) == 2;
-    const bool gated = epilogue == Epilogue::activate_gated, activated = gated || epilogue == Epilogue::activate;
-    const int64_t rows = 13, panels = units * (gated ? 2 : 1), k_stored = half ? (k + 1) / 2 * 2 : k;
-    const int64_t stride = padded(k), out_stride = units * kPanel;
-    Floats w = random_floats(panels * kPanel * k, 1 / std::sqrt(static_cast<float>(k))), x = random_floats(rows * k);
-    const Floats bias = random_floats(panels * kPanel), before = random_floats(rows * out_stride);
-    std::vector<T> packed(static_cast<size_t>(panels * kPanel * k_stored)), input(static_cast<size_t>(rows * stride));
-    const auto put = [](T& to, float& value) {
-        if constexpr (half) {
-            to = narrow(value);
-            value = widen(to);
-        } else {
-            to = value;
-        }
-    };
-    for (int64_t o = 0; o < panels * kPanel; o++)
-        for (int64_t i = 0; i < k; i++) {
-            const int64_t in_panel = half ? (i / 2 * kPanel + o % kPanel) * 2 + i % 2 : i * kPanel + o % kPanel;
-            put(packed[static_cast<size_t>(o / kPanel * kPanel * k_stored + in_panel)],
-                w[static_cast<size_t>(o * k + i)]);
-        }
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < k; i++)
-            put(input[static_cast<size_t>(r * stride + i)], x[static_cast<size_t>(r * k + i)]);
-
-    std::vector<T> next(before.size());
-    Floats out = before;
-    Matmul job{input.data(), stride, packed.data(), k, with_bias ? bias.data() : nullptr, epilogue, Activation::silu,
-               activated ? static_cast<void*>(next.data()) : out.data(), out_stride};
-    const auto kernel = half ? kernels.matmul_bf16 : kernels.matmul_f32;
-    kernel(job, 0, rows, 0, units);
-
-    for (int64_t r = 0; r < rows; r++) {
-        for (int64_t o = 0; o < out_stride; o++) {
-            const auto product = [&](int64_t output) {
-                double y = with_bias ? bias[static_cast<size_t>(output)] : 0;
-                for (int64_t i = 0; i < k; i++)
-                    y += double(x[static_cast<size_t>(r * k + i)]) * w[static_cast<size_t>(output * k + i)];
-                return y;
-            };
-            const auto at = static_cast<size_t>(r * out_stride + o);
-            double y = gated ? activation(Activation::silu, product(o / kPanel * 2 * kPanel + o % kPanel)) *
-                                   product((o / kPanel * 2 + 1) * kPanel + o % kPanel)
-                             : product(o);
-            if (epilogue == Epilogue::activate) y = activation(Activation::silu, y);
-            if (epilogue == Epilogue::add) y += before[at];
-            if (activated && half)
-                CHECK(close(widen(static_cast<uint16_t>(next[at])), y, 5e-3));
-            else
-                CHECK(close(activated ? static_cast<float>(next[at]) : out[at], y, 3e-6));
-        }
-    }
-
-    // Bit for bit the same in pieces of any height.
-    for (int64_t height : {1, 2, 3, 4, 5, 6, 7, 12}) {
-        std::vector<T> next_again(next.size());
-        Floats out_again = before;
-        job.out = activated ? static_cast<void*>(next_again.data()) : out_again.data();
-        for (int64_t r = 0; r < rows; r += height)
-            for (int64_t unit = 0; unit < units; unit++) kernel(job, r, std::min(rows, r + height), unit, unit + 1);
-        CHECK(out_again == out && next_again == next);
-    }
-}
-
 void test_norm(const Kernels& kernels) {
     for (int64_t size : {1, 20, 64, 577}) {
         const int64_t rows = 3, stride = padded(size);
@@ -183,8 +116,7 @@ void test_norm(const Kernels& kernels) {
         for (Norm kind : {Norm::layernorm, Norm::rmsnorm}) {
             Floats y(x.size(), kNan);
             std::vector<uint16_t> y_half(x.size(), 0x7fc0);
-            NormRows job{kind,          Number::f32, x.data(), stride,   size,
-                         weight.data(), bias.data(), 1e-5f,    y.data(), stride};
+            NormRows job{kind, Number::f32, x.data(), stride, size, weight.data(), bias.data(), 1e-5f, y.data(), stride};
             kernels.norm(job, 0, rows);
             job.out = y_half.data();
             job.out_number = Number::bf16;
@@ -195,8 +127,7 @@ void test_norm(const Kernels& kernels) {
                 double mean = 0, squares = 0;
                 if (kind == Norm::layernorm)
                     for (int64_t i = 0; i < size; i++) mean += row[i] / static_cast<double>(size);
-                for (int64_t i = 0; i < size; i++)
-                    squares += (row[i] - mean) * (row[i] - mean) / static_cast<double>(size);
+                for (int64_t i = 0; i < size; i++) squares += (row[i] - mean) * (row[i] - mean) / static_cast<double>(size);
                 for (int64_t i = 0; i < stride; i++) {
                     const auto at = static_cast<size_t>(i);
                     const double expected =
@@ -260,6 +191,8 @@ void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim
     const QueryTile tile{0, rows, positions.data(), cache.table.data()};
     for (int64_t head = 0; head < kv_heads; head++) kernels.attend(job, tile, head, scratch.data());
 
+    // With a bfloat16 cache, queries are rounded like it, and so are the weights, which the tolerance is for.
+    const auto query = [&](int64_t i) { return half ? widen(narrow(q[static_cast<size_t>(i)])) : q[static_cast<size_t>(i)]; };
     for (int64_t r = 0; r < rows; r++)
         for (int64_t h = 0; h < heads; h++) {
             const int64_t keys = positions[static_cast<size_t>(r)] + 1;
@@ -268,18 +201,15 @@ void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim
             for (int64_t j = 0; j < keys; j++) {
                 double score = 0;
                 for (int64_t d = 0; d < head_dim; d++)
-                    score += double(q[static_cast<size_t>(r * stride + h * head_dim + d)]) *
-                             cache.keys[cache.at(j, h / group, d)];
+                    score += double(query(r * stride + h * head_dim + d)) * cache.keys[cache.at(j, h / group, d)];
                 weight.push_back(std::exp(.3 * score));
                 total += weight.back();
             }
             for (int64_t j = 0; j < keys; j++)
                 for (int64_t d = 0; d < head_dim; d++)
-                    sum[static_cast<size_t>(d)] +=
-                        weight[static_cast<size_t>(j)] / total * cache.values[cache.at(j, h / group, d)];
+                    sum[static_cast<size_t>(d)] += weight[static_cast<size_t>(j)] / total * cache.values[cache.at(j, h / group, d)];
             for (int64_t d = 0; d < head_dim; d++)
-                CHECK(close(out[static_cast<size_t>(r * stride + h * head_dim + d)], sum[static_cast<size_t>(d)],
-                            2e-5));
+                CHECK(close(out[static_cast<size_t>(r * stride + h * head_dim + d)], sum[static_cast<size_t>(d)], half ? 6e-3 : 2e-5));
         }
 
     // Bit for bit the same row by row, and split by split.
@@ -338,14 +268,6 @@ void test_isa(const Kernels& kernels) {
     test_activations(kernels);
     test_exp(kernels);
     test_argmax(kernels);
-    for (int64_t k : {1, 2, 33, 200}) {
-        for (bool bias : {false, true}) {
-            for (Epilogue e : {Epilogue::store, Epilogue::add, Epilogue::activate, Epilogue::activate_gated}) {
-                test_matmul<float>(kernels, k, 2, e, bias);
-                test_matmul<uint16_t>(kernels, k, 2, e, bias);
-            }
-        }
-    }
     test_norm(kernels);
     for (bool half : {false, true}) {
         test_rope_and_store(kernels, half);

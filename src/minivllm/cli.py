@@ -1,4 +1,4 @@
-"""The command line: ``mini-vllm pull | generate | chat``.
+"""The command line: ``mini-vllm pull | generate | chat | bench``.
 
 Results go to stdout, everything else to stderr. Errors raised on purpose are one line and exit 1;
 a wrong command line exits 2. Knows nothing of blocks or tensors.
@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 import minivllm
+from minivllm.bench.cli import app as bench_app
 from minivllm.config import Dtype, EngineConfig, ExecutorName
 from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.engine.outputs import RequestOutput
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A small LLM inference engine with a paged KV cache.",
 )
+app.add_typer(bench_app, name="bench")
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

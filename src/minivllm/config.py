@@ -14,6 +14,7 @@ from minivllm.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ExecutorName = Literal["native", "torch"]
+Quantization = Literal["auto", "int8", "int4"]
 
 # Ranges of the integer settings. The upper ends only refuse nonsense: slots must fit int32, and an
 # activation row exists for each batched token.
@@ -39,7 +40,10 @@ class EngineConfig:
 
     model: str | Path  #: an alias ("smollm2-135m"), a file, a directory, or a Hub name
     dtype: Dtype = "auto"  #: of the weights; auto: float32 for float32 checkpoints, else bfloat16
-    quantization: str | None = None  #: None is the only one so far: weights are kept in ``dtype``
+    quantization: Quantization | None = "auto"
+    """Of the weights, in the native executor. auto: as the file has them (GGUF's Q8_0 becomes int8, Q4_0 and Q4_1
+    int4, all without loss, Q6_K int8); int8, int4: whatever the file has (int4: embedding and head int8); None:
+    all weights in ``dtype``. The torch executor has them in ``dtype`` always."""
     block_size: int = 16
     """Tokens in a KV block, 1 to the context length. 16: a sequence wastes half a block on average, 8 tokens
     (2 % of a 400-token chat), while a block of a small model is still a few KiB in each layer."""
@@ -63,7 +67,12 @@ class EngineConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
         _one_of("executor", self.executor, get_args(ExecutorName))
         if self.quantization is not None:
-            raise ConfigError(f"quantization is {self.quantization!r}; only None is implemented")
+            _one_of("quantization", self.quantization, get_args(Quantization))
+            if self.executor == "torch" and self.quantization != "auto":
+                raise ConfigError(
+                    f"quantization is {self.quantization!r}, but the torch executor keeps weights in dtype; "
+                    f"use executor='native' or quantization=None"
+                )
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; use True or False")
         optional = {f.name for f in fields(self) if f.default is None}

@@ -7,11 +7,11 @@ from minivllm.block_allocator import create_block_allocator
 from minivllm.config import EngineConfig
 from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.executors.base import Executor
-from minivllm.executors.native import NativeExecutor
+from minivllm.executors.native import NativeExecutor, packed_bytes
 from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.kv_cache.kv_pool import KVDtype, KVGeometry, KVPool
 from minivllm.kv_cache.memory import available_memory, plan_pool
-from minivllm.models.config import ModelConfig, tensor_shapes
+from minivllm.models.config import tensor_shapes
 from minivllm.models.pull import cache_directory
 from minivllm.models.registry import load_checkpoint, resolve_model
 from minivllm.models.weights import Checkpoint
@@ -57,10 +57,10 @@ def _native_executor(
     config: EngineConfig, checkpoint: Checkpoint, dtype: KVDtype, kv_dtype: KVDtype
 ) -> tuple[Executor, KVGeometry, int]:
     """The executor, its pool's geometry, and max_model_len."""
-    weights = _weight_bytes(checkpoint.config, dtype)
+    weights = packed_bytes(checkpoint, dtype, config.quantization)
     geometry, max_model_len = plan_pool(config, checkpoint.config, kv_dtype, weights, available_memory())
     return (
-        NativeExecutor(checkpoint, KVPool.reserve(geometry), dtype, config.threads),
+        NativeExecutor(checkpoint, KVPool.reserve(geometry), dtype, config.threads, config.quantization),
         geometry,
         max_model_len,
     )
@@ -75,14 +75,11 @@ def _torch_executor(
     device = default_device() if config.device == "auto" else config.device
     on_host = device == "cpu"
     available = available_memory() if on_host else free_cuda_memory(device)
-    weights = _weight_bytes(checkpoint.config, dtype)
+    item = 4 if dtype == "float32" else 2
+    weights = item * sum(map(math.prod, tensor_shapes(checkpoint.config).values()))
     geometry, max_model_len = plan_pool(config, checkpoint.config, kv_dtype, weights, available)
     pool = KVPool.reserve(geometry) if on_host else geometry
     return TorchExecutor(checkpoint, pool, dtype, device), geometry, max_model_len
-
-
-def _weight_bytes(model: ModelConfig, dtype: KVDtype) -> int:
-    return sum(map(math.prod, tensor_shapes(model).values())) * (4 if dtype == "float32" else 2)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minivllm.config import Dtype, EngineConfig, ExecutorName
+from minivllm.config import Dtype, EngineConfig, ExecutorName, Quantization
 from minivllm.engine.inference_engine import Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import RequestError
@@ -42,7 +42,7 @@ class LLM:
         model: str | Path,
         *,
         dtype: Dtype = "auto",
-        quantization: str | None = None,
+        quantization: Quantization | None = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,

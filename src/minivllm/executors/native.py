@@ -3,6 +3,7 @@
 The only module that touches the decoder in ``_core``.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,9 +11,18 @@ from typing import Literal
 
 from minivllm._core import Decoder, supported_isas
 from minivllm.batch import Batch, SamplingBatch, StepResult
+from minivllm.config import Quantization
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.kv_pool import KVPool
+from minivllm.models.config import tensor_shapes
 from minivllm.models.weights import Checkpoint
+
+Format = Literal["float32", "bfloat16", "int8", "int4"]
+
+#: What ``quantization="auto"`` makes of the stored types that are quantised
+_NEAREST: dict[str, Format] = {"q4_0": "int4", "q4_1": "int4", "q8_0": "int8", "q6_k": "int8"}
+#: Bits of a weight in memory. int8: groups of 32 with a float16 scale; int4: with a scale and a minimum
+_BITS: dict[Format, float] = {"float32": 32, "bfloat16": 16, "int8": 8.5, "int4": 5}
 
 ISA_VARIABLE = "MINIVLLM_ISA"
 
@@ -27,6 +37,7 @@ class NativeExecutor:
         pool: every step writes keys and values to it. Its geometry must fit the model.
         dtype: of the weights in memory, and of activations that enter a matmul.
         threads: None: as many as this process may use at a time.
+        quantization: as in ``EngineConfig``.
 
     Raises:
         ConfigError: threads is less than 1, or MINIVLLM_ISA names an instruction set that is not there.
@@ -41,6 +52,7 @@ class NativeExecutor:
         pool: KVPool,
         dtype: Literal["float32", "bfloat16"],
         threads: int | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         if threads is None:
             threads = available_threads()
@@ -53,10 +65,10 @@ class NativeExecutor:
                 f"have: {', '.join(isas)}"
             )
         self.pool = pool
-        self._decoder = Decoder(checkpoint.config, pool, dtype, threads, isa)
+        formats = matrix_formats(checkpoint, dtype, quantization)
+        self._decoder = Decoder(checkpoint.config, pool, dtype, formats, threads, isa)
         for tensor in checkpoint.tensors():
-            stored = tensor.data if tensor.dtype == "bfloat16" else tensor.to_float32()
-            self._decoder.load(tensor.name, stored)
+            self._decoder.load(tensor.name, tensor.data, tensor.dtype)
         self._decoder.check_complete()
         self.threads: int = self._decoder.num_threads
         self.isa: str = self._decoder.isa  #: instruction set that the kernels use
@@ -71,6 +83,36 @@ class NativeExecutor:
             RuntimeError: a row's logits have no token to choose (NaN, or every token banned).
         """
         return StepResult(*self._decoder.execute(batch, sampling))
+
+
+def matrix_formats(
+    checkpoint: Checkpoint, dtype: Literal["float32", "bfloat16"], quantization: Quantization | None
+) -> dict[str, Format]:
+    """The format that each matrix of a checkpoint is packed in; vectors and learned positions are float32.
+
+    Of matrices that the decoder packs together (q, k and v; gate and up), it takes the most precise.
+    """
+    formats: dict[str, Format] = {}
+    for name, shape in tensor_shapes(checkpoint.config).items():
+        if len(shape) != 2 or name.startswith("pos_embed."):
+            continue
+        if quantization == "auto":
+            formats[name] = _NEAREST.get(checkpoint.stored[name].dtype, dtype)
+        elif quantization == "int4" and name.startswith(("embed.", "head.")):
+            formats[name] = "int8"  # they decide more than their share of the memory; ggml's own files do the same
+        else:
+            formats[name] = quantization or dtype
+    return formats
+
+
+def packed_bytes(
+    checkpoint: Checkpoint, dtype: Literal["float32", "bfloat16"], quantization: Quantization | None
+) -> int:
+    """About the memory that the packed weights of a checkpoint will take."""
+    formats = matrix_formats(checkpoint, dtype, quantization)
+    shapes = tensor_shapes(checkpoint.config)
+    bits = sum(math.prod(shape) * _BITS[formats.get(name, "float32")] for name, shape in shapes.items())
+    return int(bits) // 8
 
 
 def available_threads() -> int:

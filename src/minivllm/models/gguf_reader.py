@@ -8,7 +8,6 @@ Knows nothing of models: metadata keys and tensor names mean nothing here.
 """
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minivllm.errors import ModelError
-from minivllm.models.quants import BLOCKS, dequantize
+from minivllm.models.quants import BLOCKS
 from minivllm.models.weights import StoredTensor, TensorDtype, map_file, shown
 
 MAGIC = b"GGUF"
@@ -57,7 +56,7 @@ class GGUFFile:
 
     path: Path
     metadata: dict[str, Any]  #: str, int, float, bool, or a list of one of these
-    tensors: dict[str, StoredTensor]  #: shapes outermost first (ggml's order reversed); Q6_K as float32
+    tensors: dict[str, StoredTensor]  #: shapes outermost first (ggml's order reversed)
     all_float32: bool  #: no tensor is stored in fewer bits
 
 
@@ -214,7 +213,4 @@ def _stored(raw: npt.NDArray[np.uint8], info: _TensorInfo) -> StoredTensor:
     def rows() -> npt.NDArray[np.uint8]:
         return raw.reshape(info.shape[0], info.row_bytes)
 
-    if info.type_name == "q6_k":  # common for the head in files that are Q4 otherwise
-        read: Callable[[], npt.NDArray[Any]] = lambda: dequantize(rows(), "q6_k")  # noqa: E731
-        return StoredTensor(info.shape, "float32", read)
     return StoredTensor(info.shape, info.type_name, rows)  # type: ignore[arg-type]

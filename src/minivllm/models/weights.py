@@ -17,7 +17,7 @@ from minivllm.errors import ModelError
 from minivllm.models.config import ModelConfig, tensor_shapes
 from minivllm.models.quants import bfloat16_to_float32, dequantize
 
-TensorDtype = Literal["float32", "float16", "bfloat16", "q4_0", "q4_1", "q8_0"]
+TensorDtype = Literal["float32", "float16", "bfloat16", "q4_0", "q4_1", "q8_0", "q6_k"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class WeightTensor:
     dtype: TensorDtype
     data: npt.NDArray[Any]
     """float32/float16: that numpy dtype, of ``shape``; bfloat16: uint16 bit patterns, of ``shape``;
-    q*: uint8, [rows, bytes of a row] of ggml blocks of 32 weights along the inputs.
+    q*: uint8, [rows, bytes of a row] of ggml blocks (``models.quants``) of weights along the inputs.
     C-contiguous and aligned; often a read-only view of the mapped file."""
 
     def to_float32(self) -> npt.NDArray[np.float32]:

@@ -1,0 +1,150 @@
+// Packed matmul with 8- and 4-bit weights in integer arithmetic. The products of a group of 32 are summed up exactly;
+// then, group after group in ascending order, y = fma(scale of the weights · scale of x, sum, y), and with 4 bits
+// y = fma(minimum, scale of x · Σ q of x, y). One accumulator for each output, whatever the number of rows, so all tile
+// heights agree bit for bit. Part of kernels.cpp.
+
+INLINE vf widen_half(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(load_as<__m256i>(from));
+#elif defined(__AVX2__)
+    return (vf)_mm256_cvtph_ps(load_as<__m128i>(from));
+#else
+    const vu half = __builtin_convertvector(load_as<vh>(from), vu), rest = half & 0x7fff;
+    const vu sign = (half & 0x8000) << 16;
+    const vf number = (vf)(rest << 13) * 0x1p112f;  // right for subnormal numbers too
+    const vu special = (rest << 13) | 0x7f800000u;
+    return (vf)(sign | (rest >= 0x7c00 ? special : (vu)number));
+#endif
+}
+
+// Four activations for every lane, as `dot` takes them.
+#if defined(MINIVLLM_DOT4)
+struct Four {
+    vi x;
+};
+INLINE Four four(const Quant* q) {
+    int32_t word;
+    __builtin_memcpy(&word, q, 4);
+    return {splat(word)};
+}
+#else
+struct Four {
+    vi even, odd;  // pairs of 16 bits
+};
+INLINE Four four(const Quant* q) {
+    int32_t even, odd;
+    __builtin_memcpy(&even, q, 4);
+    __builtin_memcpy(&odd, q + 2, 4);
+    return {splat(even), splat(odd)};
+}
+// a's pairs times b's pairs, added up.
+INLINE vi dot_pairs(vi a, vi b) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (vi)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+#endif
+
+// acc[lane] += Σ of four: unsigned bytes of w times activations.
+INLINE vi dot(vi acc, vu w, const Four& x) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x.x);
+#elif defined(__AVXVNNI__)
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x.x);
+#else
+    return acc + dot_pairs((vi)(w & 0x00ff00ffu), x.even) + dot_pairs((vi)((w >> 8) & 0x00ff00ffu), x.odd);
+#endif
+}
+
+constexpr int64_t kGroupBytes8 = kPanel * (kGroup + 2), kGroupBytes4 = kPanel * (kGroup / 2 + 4);
+
+// Rows that a tile has: the accumulators, and as many integer ones.
+constexpr int kIntRows = kWidth == 16 ? 6 : kWidth == 8 ? 2 : 1;
+
+template <int R, bool Four_bits>
+static void int_tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* tile) {
+    constexpr int V = kWidth == 4 ? 2 : kPanelVectors;  // vectors of outputs at a time
+    const int64_t groups = (k + kGroup - 1) / kGroup;
+    for (int64_t output = 0; output < kPanel; output += V * kWidth) {
+        vf acc[R][V] = {};
+        for (int64_t g = 0; g < groups; g++) {
+            const Group* a[R];
+            for (int r = 0; r < R; r++) a[r] = reinterpret_cast<const Group*>(x + r * x_bytes) + g;
+            const char* group = panel + g * (Four_bits ? kGroupBytes4 : kGroupBytes8);
+            const auto* scales = reinterpret_cast<const uint16_t*>(group + kPanel * (Four_bits ? kGroup / 2 : kGroup));
+            UNROLL
+            for (int v = 0; v < V; v++) {
+                const int64_t lane = output + v * kWidth;
+                vi sum[R];
+                UNROLL
+                for (int r = 0; r < R; r++) sum[r] = splat(Four_bits ? 0 : -128 * a[r]->sum);
+                UNROLL
+                for (int i = 0; i < (Four_bits ? 4 : 8); i++) {
+                    const vu w = load_as<vu>(group + (i * kPanel + lane) * 4);
+                    UNROLL
+                    for (int r = 0; r < R; r++) {
+                        if (Four_bits) {
+                            sum[r] = dot(sum[r], w & 0x0f0f0f0fu, four(a[r]->q + 4 * i));
+                            sum[r] = dot(sum[r], (w >> 4) & 0x0f0f0f0fu, four(a[r]->q + 16 + 4 * i));
+                        } else {
+                            sum[r] = dot(sum[r], w, four(a[r]->q + 4 * i));
+                        }
+                    }
+                }
+                const vf scale = widen_half(scales + lane);
+                UNROLL
+                for (int r = 0; r < R; r++)
+                    acc[r][v] = fma(__builtin_convertvector(sum[r], vf), scale * a[r]->scale, acc[r][v]);
+                if (!Four_bits) continue;
+                const vf minimum = widen_half(scales + kPanel + lane);
+                UNROLL
+                for (int r = 0; r < R; r++)
+                    acc[r][v] = fma(minimum, splat(a[r]->scale * static_cast<float>(a[r]->sum)), acc[r][v]);
+            }
+        }
+        UNROLL
+        for (int r = 0; r < R; r++)
+            UNROLL
+            for (int v = 0; v < V; v++) store(tile + r * kPanel + output + v * kWidth, acc[r][v]);
+    }
+}
+
+template <bool Four_bits>
+static void int_tile(int64_t rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* tile) {
+    static_assert(kIntRows <= 6, "");
+    switch (rows) {
+        case 1: return int_tile<1, Four_bits>(x, x_bytes, panel, k, tile);
+#if defined(__AVX2__)
+        case 2: return int_tile<2, Four_bits>(x, x_bytes, panel, k, tile);
+#endif
+#if defined(__AVX512F__)
+        case 3: return int_tile<3, Four_bits>(x, x_bytes, panel, k, tile);
+        case 4: return int_tile<4, Four_bits>(x, x_bytes, panel, k, tile);
+        case 5: return int_tile<5, Four_bits>(x, x_bytes, panel, k, tile);
+        case 6: return int_tile<6, Four_bits>(x, x_bytes, panel, k, tile);
+#endif
+    }
+}
+
+template <bool Four_bits>
+static void matmul_int(const Matmul& m, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end) {
+    const int64_t panel_bytes = (m.k + kGroup - 1) / kGroup * (Four_bits ? kGroupBytes4 : kGroupBytes8);
+    alignas(64) float tile[2 * kIntRows * kPanel];
+    for_panels(m, unit, unit_end, [&](int64_t at, int64_t first, int panels) {
+        for (int64_t r = row; r < row_end;) {
+            const int64_t rows = next_rows(row_end - r, kIntRows);
+            const char* x = static_cast<const char*>(m.x) + r * m.x_bytes;
+            for (int64_t p = 0; p < panels; p++)
+                int_tile<Four_bits>(rows, x, m.x_bytes, static_cast<const char*>(m.panels) + (first + p) * panel_bytes,
+                                    m.k, tile + p * rows * kPanel);
+            finish_panels(m, r, rows, at, panels, tile);
+            r += rows;
+        }
+    });
+}

@@ -1,0 +1,152 @@
+"""``mini-vllm bench latency | throughput | prefix``: options, nothing else."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from minivllm.bench.measure import Plan, measure, plan
+from minivllm.config import Dtype, EngineConfig
+from minivllm.models.pull import MODEL_ALIASES
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure speed beside the machine's limits, and beside other engines.",
+)
+notes = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help=f"As for generate: an alias ({', '.join(MODEL_ALIASES)}), a path …"),
+]
+Runs = Annotated[int, typer.Option("--runs", help="Runs that count; one more before them warms up.")]
+PromptLen = Annotated[int, typer.Option("--prompt-len", help="Tokens of each prompt.")]
+OutputLen = Annotated[int, typer.Option("--output-len", help="Tokens generated for each prompt.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")]
+Compare = Annotated[
+    str,
+    typer.Option(
+        "--compare",
+        help="Other engines to run in turn with ours, those that are installed: llama.cpp, openvino, vllm, "
+        "transformers, separated by commas; with a colon the type of their weights, as in llama.cpp:Q8_0. "
+        "Their Pythons: $MINIVLLM_PEERS_PYTHON, separated by colons.",
+    ),
+]
+
+
+def _engine_option(*names: str, help: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Engine")
+
+
+DtypeOption = Annotated[Dtype, _engine_option("--dtype", help="Of the weights; auto: as the checkpoint's.")]
+QuantizationOption = Annotated[
+    str,
+    _engine_option("--quantization", help="Of the weights: auto (as the file has them), int8, int4, none."),
+]
+KVDtypeOption = Annotated[str, _engine_option("--kv-cache-dtype", help="Of the cache; auto: as --dtype.")]
+Threads = Annotated[int | None, _engine_option("--threads", help="Default: the cores this process may use.")]
+MaxBatchedTokens = Annotated[
+    int, _engine_option("--max-num-batched-tokens", help="Tokens computed in one step, at most.")
+]
+
+
+@app.command()
+def latency(
+    model: Model,
+    prompt_len: PromptLen = 128,
+    output_len: OutputLen = 256,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Requests at once.")] = 1,
+    runs: Runs = 5,
+    compare: Compare = "",
+    as_json: AsJson = False,
+    dtype: DtypeOption = "auto",
+    quantization: QuantizationOption = "auto",
+    kv_cache_dtype: KVDtypeOption = "auto",
+    threads: Threads = None,
+    max_num_batched_tokens: MaxBatchedTokens = 512,
+) -> None:
+    """Time to the first token, between tokens, and tokens a second from then on."""
+    lengths = (prompt_len, 0, output_len)
+    wanted = plan("latency", batch_size, batch_size, lengths, runs, compare)
+    config = _config(model, wanted, dtype, quantization, kv_cache_dtype, threads, max_num_batched_tokens)
+    _print(config, wanted, as_json)
+
+
+@app.command()
+def throughput(
+    model: Model,
+    num_prompts: Annotated[
+        int, typer.Option("--num-prompts", help="Requests, all there from the start.")
+    ] = 64,
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", help="Requests at once, at most; default: all.")
+    ] = None,
+    prompt_len: PromptLen = 128,
+    output_len: OutputLen = 128,
+    runs: Runs = 3,
+    compare: Compare = "",
+    as_json: AsJson = False,
+    dtype: DtypeOption = "auto",
+    quantization: QuantizationOption = "auto",
+    kv_cache_dtype: KVDtypeOption = "auto",
+    threads: Threads = None,
+    max_num_batched_tokens: MaxBatchedTokens = 512,
+) -> None:
+    """Tokens a second over the whole time, prompts included."""
+    lengths = (prompt_len, 0, output_len)
+    at_once = num_prompts if concurrency is None else min(concurrency, num_prompts)
+    wanted = plan("throughput", num_prompts, at_once, lengths, runs, compare)
+    config = _config(model, wanted, dtype, quantization, kv_cache_dtype, threads, max_num_batched_tokens)
+    _print(config, wanted, as_json)
+
+
+@app.command()
+def prefix(
+    model: Model,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", help="Requests, all at once.")] = 16,
+    shared_len: Annotated[
+        int, typer.Option("--shared-len", help="Tokens at the beginning that all prompts have in common.")
+    ] = 1024,
+    own_len: Annotated[int, typer.Option("--own-len", help="Tokens that each prompt has after that.")] = 32,
+    output_len: OutputLen = 64,
+    runs: Runs = 3,
+    compare: Compare = "",
+    as_json: AsJson = False,
+    dtype: DtypeOption = "auto",
+    quantization: QuantizationOption = "auto",
+    kv_cache_dtype: KVDtypeOption = "auto",
+    threads: Threads = None,
+    max_num_batched_tokens: MaxBatchedTokens = 512,
+) -> None:
+    """Seconds until all of some requests with a common beginning, new to the cache, are answered."""
+    lengths = (shared_len + own_len, shared_len, output_len)
+    wanted = plan("prefix", num_prompts, num_prompts, lengths, runs, compare)
+    config = _config(model, wanted, dtype, quantization, kv_cache_dtype, threads, max_num_batched_tokens)
+    _print(config, wanted, as_json)
+
+
+def _config(
+    model: str,
+    wanted: Plan,
+    dtype: Dtype,
+    quantization: str,
+    kv_cache_dtype: str,
+    threads: int | None,
+    max_num_batched_tokens: int,
+) -> EngineConfig:
+    return EngineConfig(
+        model=model,
+        dtype=dtype,
+        quantization=None if quantization == "none" else quantization,  # type: ignore[arg-type]  # it checks
+        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]  # it checks
+        threads=threads,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=wanted.concurrency,
+    )
+
+
+def _print(config: EngineConfig, wanted: Plan, as_json: bool) -> None:
+    with notes.status("starting") as status:
+        report = measure(config, wanted, status.update)
+    typer.echo(json.dumps(report.as_json()) if as_json else report.as_text())
