@@ -385,7 +385,9 @@ def test_deep_data_is_read_without_recursion() -> None:
 # --- files that are not as torch writes them
 
 
-def storage_pickle(kind: str, key: str, count: int, offset: int, shape: Any, strides: Any) -> bytes:
+def storage_pickle(
+    kind: str, key: str, count: int, offset: int, shape: Any, strides: Any, **changes: int
+) -> bytes:
     """{"model": {"transformer.wte.weight": tensor}, "model_args": …} of one tensor, said as torch says it."""
 
     def plain(value: Any) -> bytes:
@@ -405,7 +407,7 @@ def storage_pickle(kind: str, key: str, count: int, offset: int, shape: Any, str
     parts = storage + plain(offset) + plain(shape) + plain(strides) + b"\x89N"
     tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + parts + b"tR"
     model = b"}" + plain("transformer.wte.weight") + tensor + b"s"
-    arguments = {"n_layer": 1, "n_head": 1, "n_embd": 2, "block_size": 4, "vocab_size": 3}
+    arguments = {"n_layer": 1, "n_head": 1, "n_embd": 2, "block_size": 4, "vocab_size": 3, **changes}
     return b"\x80\x02}(" + plain("model") + model + plain("model_args") + plain(arguments) + b"u."
 
 
@@ -423,7 +425,7 @@ def storage_pickle(kind: str, key: str, count: int, offset: int, shape: Any, str
         ({"kind": "HalfStorage"}, ["transformer.wte.weight"]),
         ({"offset": 1}, ["storage"]),
         ({"offset": -1}, ["damaged"]),
-        ({"offset": 2**70}, ["storage"]),
+        ({"offset": 2**70}, ["damaged"]),
         ({"shape": (3, 3)}, ["storage"]),
         ({"shape": (2**40, 2**40), "strides": (0, 0)}, ["storage"]),
         ({"shape": (3, -2)}, ["damaged"]),
@@ -434,6 +436,17 @@ def storage_pickle(kind: str, key: str, count: int, offset: int, shape: Any, str
         ({"strides": (3, 1)}, ["storage"]),
         ({"strides": (2,)}, ["damaged"]),
         ({"shape": (), "strides": ()}, ["wte.weight"]),
+        # Too long to print: Python's str() would refuse them with a message of its own.
+        ({"count": 10**5000}, ["persistent id"]),
+        ({"shape": (10**5000, 2)}, ["63 bits"]),
+        ({"strides": (10**5000, 1)}, ["63 bits"]),
+        ({"offset": 10**5000}, ["63 bits"]),
+        ({"n_embd": 10**5000}, ["n_embd is a number of 16610 bits"]),
+        ({"n_layer": 10**5000}, ["n_layer is a number"]),
+        ({"n_head": 10**5000}, ["n_head is a number"]),
+        ({"vocab_size": 10**5000}, ["vocab_size is a number"]),
+        ({"block_size": -(10**5000)}, ["block_size is a number"]),
+        ({"bias": 10**5000}, ["bias is a number"]),
     ],
 )
 def test_lying_tensors(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:

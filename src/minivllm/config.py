@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, shown
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ExecutorName = Literal["native", "torch"]
@@ -41,9 +41,9 @@ class EngineConfig:
     model: str | Path  #: an alias ("smollm2-135m"), a file, a directory, or a Hub name
     dtype: Dtype = "auto"  #: of the weights; auto: float32 for float32 checkpoints, else bfloat16
     quantization: Quantization | None = "auto"
-    """Of the weights, in the native executor. auto: as the file has them (GGUF's Q8_0 becomes int8, Q4_0 and Q4_1
-    int4, all without loss, Q6_K int8); int8, int4: whatever the file has (int4: embedding and head int8); None:
-    all weights in ``dtype``. The torch executor has them in ``dtype`` always."""
+    """Of the weights, in the native executor. auto: as the file has them (Q8_0 and Q6_K of a GGUF become
+    int8, Q4_0 and Q4_1 int4; only Q6_K is rounded); int8, int4: whatever the file has (int4: embedding and
+    head int8); None: all weights in ``dtype``. The torch executor has them in ``dtype`` always."""
     block_size: int = 16
     """Tokens in a KV block, 1 to the context length. 16: a sequence wastes half a block on average, 8 tokens
     (2 % of a 400-token chat), while a block of a small model is still a few KiB in each layer."""
@@ -62,7 +62,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Check every value."""
         if not isinstance(self.model, str | Path) or not str(self.model):
-            raise ConfigError(f"model is {self.model!r}; give an alias, a path, or a Hub name")
+            raise ConfigError(f"model is {shown(self.model)}; give an alias, a path, or a Hub name")
         _one_of("dtype", self.dtype, get_args(Dtype))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
         _one_of("executor", self.executor, get_args(ExecutorName))
@@ -74,7 +74,9 @@ class EngineConfig:
                     f"use executor='native' or quantization=None"
                 )
         if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; use True or False")
+            raise ConfigError(
+                f"enable_prefix_caching is {shown(self.enable_prefix_caching)}; use True or False"
+            )
         optional = {f.name for f in fields(self) if f.default is None}
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
@@ -87,7 +89,7 @@ class EngineConfig:
                 f"both size the KV cache; set one of them"
             )
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
-            raise ConfigError(f"device is {self.device!r}; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+            raise ConfigError(f"device is {shown(self.device)}; use 'auto', 'cpu', 'cuda' or 'cuda:N'")
         if self.executor == "torch" and self.threads is not None:
             raise ConfigError(
                 f"threads is {self.threads}, but it is the native executor's; "
@@ -102,7 +104,7 @@ class EngineConfig:
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; use one of {', '.join(map(repr, allowed))}")
+        raise ConfigError(f"{name} is {shown(value)}; use one of {', '.join(map(repr, allowed))}")
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
@@ -111,7 +113,7 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer") from None
+        raise ConfigError(f"{name} is {shown(value)}; it must be an integer") from None
     if not low <= number <= high:
-        raise ConfigError(f"{name} is {number:,}; it must be from {low:,} to {high:,}")
+        raise ConfigError(f"{name} is {shown(number)}; it must be from {low:,} to {high:,}")
     return number

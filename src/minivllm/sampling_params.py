@@ -10,7 +10,7 @@ from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, shown
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters
@@ -81,7 +81,7 @@ class SamplingParams:
             checked["logprobs"] = _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, not {_shown(getattr(self, name))}", name)
+                raise RequestError(f"{name} must be true or false, not {shown(getattr(self, name))}", name)
         if self.max_tokens is not None and checked["min_tokens"] > checked["max_tokens"]:
             raise RequestError(
                 f"min_tokens must be at most max_tokens, not {self.min_tokens} with {self.max_tokens}",
@@ -115,7 +115,7 @@ class SamplingParams:
 def _integer(name: str, value: object, low: int, high: int) -> int:
     """The value as an int within [low, high]; a bool is not an integer."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
-        raise RequestError(f"{name} must be an integer from {low} to {high}, not {_shown(value)}", name)
+        raise RequestError(f"{name} must be an integer from {low} to {high}, not {shown(value)}", name)
     return int(value)
 
 
@@ -129,14 +129,14 @@ def _real(name: str, value: object, low: float, high: float, *, above_low: bool 
             number = math.inf
     if not low <= number <= high or (above_low and number == low):
         allowed = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
-        raise RequestError(f"{name} must be a number {allowed}, not {_shown(value)}", name)
+        raise RequestError(f"{name} must be a number {allowed}, not {shown(value)}", name)
     return number
 
 
 def _listed(name: str, value: object, limit: int, what: str) -> AnySequence[object]:
     """The value, if it is a list or tuple of at most ``limit`` entries."""
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{name} must be a list of {what}, not {_shown(value)}", name)
+        raise RequestError(f"{name} must be a list of {what}, not {shown(value)}", name)
     if len(value) > limit:
         raise RequestError(f"{name} may have at most {limit} {what}, not {len(value)}", name)
     return value
@@ -147,7 +147,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     entries = [value] if isinstance(value, str) else value
     for stop in _listed("stop", entries, MAX_STOP_STRINGS, "stop strings"):
         if not isinstance(stop, str):
-            raise RequestError(f"stop must hold strings, not {_shown(stop)}", "stop")
+            raise RequestError(f"stop must hold strings, not {shown(stop)}", "stop")
         if not stop:
             raise RequestError("stop must not hold an empty string: it would end every text at once", "stop")
         if len(stop) > MAX_STOP_LENGTH:
@@ -166,7 +166,7 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
 def _logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise RequestError(
-            f"logit_bias must map token ids to numbers from -100 to 100, not {_shown(value)}", "logit_bias"
+            f"logit_bias must map token ids to numbers from -100 to 100, not {shown(value)}", "logit_bias"
         )
     if len(value) > MAX_LOGIT_BIAS:
         raise RequestError(
@@ -176,17 +176,3 @@ def _logit_bias(value: object) -> dict[int, float]:
         _integer("logit_bias", token_id, 0, MAX_TOKEN_ID): _real("logit_bias", bias, -100.0, 100.0)
         for token_id, bias in value.items()
     }
-
-
-def _shown(value: object) -> str:
-    """The value as it appears in a message: short, whatever a client sends."""
-    if isinstance(value, bool | float | complex) or value is None:
-        return repr(value)
-    if isinstance(value, str):
-        return repr(value if len(value) <= 40 else value[:40] + "…")
-    if isinstance(value, numbers.Integral):
-        number = int(value)
-        if number.bit_length() <= 128:
-            return str(number)  # str() of an int of many thousand digits would raise
-        return f"a number of {number.bit_length()} bits"
-    return f"a {type(value).__name__}"

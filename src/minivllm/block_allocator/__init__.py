@@ -12,7 +12,7 @@ from minivllm.block_allocator.interface import (
 )
 from minivllm.block_allocator.native import NativeBlockAllocator
 from minivllm.block_allocator.reference import ReferenceBlockAllocator
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, shown
 
 __all__ = [
     "AllocatorSnapshot",
@@ -35,4 +35,4 @@ def create_block_allocator(
         return NativeBlockAllocator(num_blocks, block_size)
     if kind == "reference":
         return ReferenceBlockAllocator(num_blocks, block_size)
-    raise ConfigError(f"there is no block allocator {kind!r}: choose 'native' or 'reference'")
+    raise ConfigError(f"there is no block allocator {shown(kind)}: choose 'native' or 'reference'")

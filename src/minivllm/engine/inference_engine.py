@@ -20,7 +20,7 @@ from minivllm.batch import StepResult
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.output_builder import OutputBuilder
 from minivllm.engine.outputs import RequestOutput
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, shown
 from minivllm.executors.base import Executor
 from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.sampler import sampling_batch
@@ -128,11 +128,11 @@ class InferenceEngine:
         for i, (prompt, wish, request_id) in enumerate(zip(prompts, params, request_ids, strict=True)):
             if not isinstance(request_id, str) or not request_id:
                 raise RequestError(
-                    f"request_id is {request_id!r}; it must be a string, and not empty", "request_id"
+                    f"request_id is {shown(request_id)}; it must be a string, and not empty", "request_id"
                 )
             if request_id in self._requests or request_id in requests:
                 raise RequestError(
-                    f"there is an unfinished request {request_id!r} already; choose another request_id",
+                    f"there is an unfinished request {shown(request_id)} already; choose another request_id",
                     "request_id",
                 )
             requests[request_id] = self._request(first + i, request_id, prompt, wish, stream)
@@ -342,7 +342,8 @@ class InferenceEngine:
         for outside in (min(token_ids), max(token_ids)):
             if not 0 <= outside < self.vocab_size:
                 raise RequestError(
-                    f"the prompt has token id {outside}; the vocabulary is 0 to {self.vocab_size - 1:,}",
+                    f"the prompt has token id {shown(outside)}; "
+                    f"the vocabulary is 0 to {self.vocab_size - 1:,}",
                     "prompt",
                 )
         return token_ids
@@ -402,6 +403,6 @@ def _integers(prompt: object) -> list[int]:
             token_ids.append(operator.index(token_id))
         except TypeError:
             raise RequestError(
-                f"the prompt has {token_id!r:.40} among its token ids; they must be integers", "prompt"
+                f"the prompt has {shown(token_id)} among its token ids; they must be integers", "prompt"
             ) from None
     return token_ids

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "silu"]
@@ -56,7 +56,7 @@ class ModelConfig:
         for name, limit in _SIZE_LIMITS.items():
             size = getattr(self, name)
             if not (type(size) is int and 1 <= size <= limit):
-                raise ModelError(f"{self.kind} model: {name} is {size!r}; it must be in 1 … {limit}")
+                raise ModelError(f"{self.kind} model: {name} is {shown(size)}; it must be in 1 … {limit}")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.kind} model: num_heads {self.num_heads} is not a multiple of "

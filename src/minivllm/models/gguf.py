@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 from minivllm.models.config import ModelConfig
 from minivllm.models.gguf_reader import GGUFFile, read_gguf
 from minivllm.models.rope import as_config_field, divide_frequencies, inverse_frequencies, scale_linear
-from minivllm.models.weights import Checkpoint, StoredTensor, TokenizerSource, refuse_unused, shown
+from minivllm.models.weights import Checkpoint, StoredTensor, TokenizerSource, refuse_unused
 
 #: Keys (after "llama.") that ``_config`` reads or that change nothing here. Any other one is refused, so that
 #: a variant of the architecture cannot be taken for the plain one.

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 from minivllm.models.quants import BLOCKS
-from minivllm.models.weights import StoredTensor, TensorDtype, map_file, shown
+from minivllm.models.weights import StoredTensor, TensorDtype, map_file
 
 MAGIC = b"GGUF"
 _MAX_ARRAY = 2**24  # elements of one metadata array; vocabularies have up to a few 100,000

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 from minivllm.models.config import Activation, ModelConfig
 from minivllm.models.json_file import Fields, read_json
 from minivllm.models.rope import as_config_field, inverse_frequencies, scale_linear, scale_llama3
@@ -19,7 +19,6 @@ from minivllm.models.weights import (
     StoredTensor,
     TokenizerSource,
     refuse_unused,
-    shown,
     split_rows,
 )
 

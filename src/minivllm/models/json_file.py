@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minivllm.errors import ModelError
-from minivllm.models.weights import shown
+from minivllm.errors import ModelError, shown
 
 _MAX_BYTES = 200_000_000  # tokenizer.json files reach tens of megabytes
+_MAX_DIGITS = 100  # of an integer
 _REQUIRED = object()
 
 
@@ -25,8 +25,13 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
             raise ValueError("a key occurs twice")
         return result
 
+    def integer(digits: str) -> int:
+        if len(digits) > _MAX_DIGITS:  # Python's own limit is 4300, and it says so in other words
+            raise ValueError(f"a number has {len(digits)} digits")
+        return int(digits)
+
     try:
-        value = json.loads(text, object_pairs_hook=unique)
+        value = json.loads(text, object_pairs_hook=unique, parse_int=integer)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{what} is not valid JSON: {error}") from error
     if type(value) is not dict:
@@ -57,8 +62,11 @@ class Fields:
         return self.values.get(name)
 
     def integer(self, name: str, default: Any = _REQUIRED) -> Any:
-        """An int (not a bool), or the default."""
-        return self._typed(name, (int,), "an integer", default)
+        """An int (not a bool) of 64 bits at most, or the default."""
+        value = self._typed(name, (int,), "an integer", default)
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise ModelError(f"{self.where}: {name} is {shown(value)}; it must fit 64 bits")
+        return value
 
     def string(self, name: str, default: Any = _REQUIRED) -> Any:
         """A str, or the default."""

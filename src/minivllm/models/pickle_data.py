@@ -11,8 +11,7 @@ import pickletools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from minivllm.errors import ModelError
-from minivllm.models.weights import shown
+from minivllm.errors import ModelError, shown
 
 #: GPT-2 XL's, optimizer included, has 0.3 MB. In memory, objects of one byte take some 64 times that.
 MAX_BYTES = 2_000_000

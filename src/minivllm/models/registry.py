@@ -7,12 +7,12 @@ import os
 import re
 from pathlib import Path
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 from minivllm.models.gguf import load_gguf
 from minivllm.models.hf import load_hf
 from minivllm.models.nanogpt import load_nanogpt
 from minivllm.models.pull import ALIASES, MODEL_ALIASES, cache_directory, pull, pulled
-from minivllm.models.weights import Checkpoint, shown
+from minivllm.models.weights import Checkpoint
 
 __all__ = ["ALIASES", "MODEL_ALIASES", "cache_directory", "load_checkpoint", "pull", "resolve_model"]
 
@@ -56,6 +56,9 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
+_FILE_SUFFIXES = (".gguf", ".pt", ".safetensors", ".json")  # of a path that does not exist, not of a Hub name
+
+
 def resolve_model(name: str | Path) -> Path:
     """Where the model called ``name`` lies: a pulled alias, a path, or a Hub name, which is downloaded.
 
@@ -72,7 +75,7 @@ def resolve_model(name: str | Path) -> Path:
         return path
     if text and os.path.exists(text):  # unlike Path.exists, no error for impossible names
         return Path(name)
-    if isinstance(name, str) and _HUB_NAME.fullmatch(name):
+    if isinstance(name, str) and _HUB_NAME.fullmatch(name) and Path(name).suffix not in _FILE_SUFFIXES:
         return _download_from_hub(name)
     raise ModelError(
         f"there is no model {shown(text)}: it must be an alias ({', '.join(MODEL_ALIASES)}), an existing "

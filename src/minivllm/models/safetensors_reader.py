@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 from minivllm.models.json_file import parse_json
-from minivllm.models.weights import StoredTensor, TensorDtype, map_file, shown
+from minivllm.models.weights import StoredTensor, TensorDtype, map_file
 
 _MAX_HEADER = 100_000_000  # bytes, as in the format's reference implementation
 

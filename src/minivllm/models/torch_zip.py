@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 from minivllm.models.pickle_data import MAX_BYTES, read_pickle
-from minivllm.models.weights import StoredTensor, TensorDtype, map_file, shown
+from minivllm.models.weights import StoredTensor, TensorDtype, map_file
 
 _LOCAL_HEADER = 30  # bytes before the name; APPNOTE.TXT 4.3.7
 
@@ -58,14 +58,18 @@ _OTHER_STORAGES = (
 )  # fmt: skip
 
 
+def _is_size(number: Any) -> bool:
+    return type(number) is int and 0 <= number < 2**63
+
+
 def _rebuild_tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any, hooks: Any, metadata: Any = None
 ) -> TorchTensor:
     sizes_ok = type(shape) is tuple and type(strides) is tuple and len(shape) == len(strides) <= 8
     if not sizes_ok or type(storage) is not _Storage:
         raise ValueError("a tensor is malformed")
-    if any(type(number) is not int or number < 0 for number in (offset, *shape, *strides)):
-        raise ValueError("a tensor has a size, stride or offset that is not a whole number")
+    if not all(_is_size(number) for number in (offset, *shape, *strides)):
+        raise ValueError("a tensor has a size, stride or offset that is not a whole number of 63 bits")
     return TorchTensor(storage, offset, shape, strides)
 
 
@@ -92,8 +96,8 @@ def _persistent(value: Any) -> _Storage:
     if type(value) is not tuple or len(value) != 5:
         raise ValueError("a persistent id is malformed")
     tag, kind, key, _, num_elements = value
-    well_typed = type(tag) is type(key) is str and type(kind) is _StorageType and type(num_elements) is int
-    if not well_typed or tag != "storage" or num_elements < 0:
+    well_typed = type(tag) is type(key) is str and type(kind) is _StorageType
+    if not well_typed or tag != "storage" or not _is_size(num_elements):
         raise ValueError("a persistent id is malformed")
     return _Storage(kind, key, num_elements)
 

@@ -4,7 +4,6 @@ So peak memory at load is the executor's own copy plus one tensor. Formats live 
 and ``gguf``; this module only names what they have in common.
 """
 
-import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 from minivllm.models.config import ModelConfig, tensor_shapes
 from minivllm.models.quants import bfloat16_to_float32, dequantize
 
@@ -103,15 +102,6 @@ class Checkpoint:
             stored = self.stored[name]
             data = np.require(stored.read(), requirements=["C", "ALIGNED"])
             yield WeightTensor(name, shape, stored.dtype, data)
-
-
-def shown(value: object) -> str:
-    """A value out of a file, in short, for an error message."""
-    return _SHORT.repr(value)
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
 
 
 def split_rows(path: Path, name: str, tensor: StoredTensor, sizes: list[int]) -> list[StoredTensor]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from minivllm.errors import ModelError, RequestError
+from minivllm.errors import ModelError, RequestError, shown
 from minivllm.text.vocabulary import Tokenizer, utf8
 
 
@@ -20,7 +20,7 @@ def char_tokenizer(data: Mapping[str, Any]) -> Tokenizer:
     for token_id, character in enumerate(itos):
         if not isinstance(character, str) or len(character) != 1 or character in ids:
             raise ModelError(
-                f"entry {token_id} of the character vocabulary (itos) is {character!r:.40}; "
+                f"entry {token_id} of the character vocabulary (itos) is {shown(character)}; "
                 f"it must be one character that is not in the list before"
             )
         ids[character] = token_id

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, shown
 from minivllm.text.template_sandbox import TemplateError, render_template
 
 #: Names that belong to this module; ``template_kwargs`` cannot replace them.
@@ -64,7 +64,7 @@ def render_chat(
     variables = _plain("chat_template_kwargs", dict(template_kwargs or {}))
     if wrong := _RESERVED & variables.keys():
         raise RequestError(
-            f"chat_template_kwargs must not set {sorted(wrong)[0]!r}, which has a place of its own",
+            f"chat_template_kwargs must not set {shown(sorted(wrong)[0])}, which has a place of its own",
             "chat_template_kwargs",
         )
     variables |= {
@@ -140,7 +140,7 @@ def _text_of(part: object, param: str) -> str:
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise RequestError(
-        f'{param}.content has a part of type {kind!r:.40}; only {{"type": "text", "text": …}} is taken',
+        f'{param}.content has a part of type {shown(kind)}; only {{"type": "text", "text": …}} is taken',
         f"{param}.content",
     )
 

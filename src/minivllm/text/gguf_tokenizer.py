@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 from minivllm.text.vocabulary import (
     MAX_VOCAB_SIZE,
     Tokenizer,
@@ -110,7 +110,7 @@ def gguf_tokenizer(data: Mapping[str, Any]) -> Tokenizer:
     for token_id, token in enumerate(tokens):
         if vocabulary.setdefault(token, token_id) != token_id:
             raise ModelError(
-                f"the GGUF tokenizer has {token!r:.60} twice, as {vocabulary[token]} and {token_id}"
+                f"the GGUF tokenizer has {shown(token)} twice, as {vocabulary[token]} and {token_id}"
             )
     types = _numbers(data, "tokenizer.ggml.token_type", len(tokens)) or [1] * len(tokens)
     pre = data.get("tokenizer.ggml.pre", "default")
@@ -120,7 +120,7 @@ def gguf_tokenizer(data: Mapping[str, Any]) -> Tokenizer:
         if split is None:
             raise ModelError(
                 f"the GGUF tokenizer splits text in a way that is not implemented: "
-                f"tokenizer.ggml.pre is {pre!r:.60}; implemented are {', '.join(_PRE_TOKENIZERS)}"
+                f"tokenizer.ggml.pre is {shown(pre)}; implemented are {', '.join(_PRE_TOKENIZERS)}"
             )
         merges_whole_words = split in ("llama3", "tekken") and pre not in _WITHOUT_BOS
         backend = _byte_level(data, vocabulary, _SPLITS[split], merges_whole_words)
@@ -132,8 +132,8 @@ def gguf_tokenizer(data: Mapping[str, Any]) -> Tokenizer:
         to_bytes, adds_bos = sentencepiece_bytes, True
     else:
         raise ModelError(
-            f"the GGUF tokenizer is of a kind that is not implemented: tokenizer.ggml.model is {kind!r:.60}; "
-            f"implemented are 'gpt2' and 'llama'"
+            f"the GGUF tokenizer is of a kind that is not implemented: tokenizer.ggml.model is "
+            f"{shown(kind)}; implemented are 'gpt2' and 'llama'"
         )
 
     for kinds in ((_CONTROL, _UNKNOWN), (_USER_DEFINED,)):
@@ -170,7 +170,7 @@ def _byte_level(
         left, _, right = merge.partition(" ")
         if not (left in vocabulary and right in vocabulary and left + right in vocabulary):
             raise ModelError(
-                f"merge {index} of the GGUF tokenizer, {merge!r:.80}, is not of two of its tokens to a third"
+                f"merge {index} of the GGUF tokenizer, {shown(merge)}, is not of two of its tokens to a third"
             )
         merges.append((left, right))
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=merges_whole_words))
@@ -252,7 +252,7 @@ def _flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
     value = data.get(f"tokenizer.ggml.{name}", default)
     if not isinstance(value, bool):
         raise ModelError(
-            f"the GGUF tokenizer's tokenizer.ggml.{name} is {value!r:.40}; it must be true or false"
+            f"the GGUF tokenizer's tokenizer.ggml.{name} is {shown(value)}; it must be true or false"
         )
     return value
 
@@ -264,7 +264,7 @@ def _token(data: Mapping[str, Any], name: str, tokens: list[str]) -> tuple[str, 
         return None
     if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
         raise ModelError(
-            f"the GGUF tokenizer's tokenizer.ggml.{name}_token_id is {token_id!r:.40}; "
+            f"the GGUF tokenizer's tokenizer.ggml.{name}_token_id is {shown(token_id)}; "
             f"it must be from 0 to {len(tokens) - 1}"
         )
     return tokens[token_id], token_id

@@ -219,7 +219,8 @@ def _json_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        # No number in it is used, and an int of thousands of digits would be refused in Python's words.
+        value = json.loads(file.read_text(encoding="utf-8"), parse_int=float)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from None
     if not isinstance(value, dict):

@@ -25,6 +25,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from minivllm.errors import shown
+
 MAX_RENDERED_LENGTH = 2**24  #: characters of the whole text, and of any text or list made on the way
 MAX_RENDER_SECONDS = 3.0  #: of CPU time
 _MAX_POWER_BITS = 4096
@@ -185,7 +187,7 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace cannot have an entry {name!r}")
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot have an entry {shown(name)}")
         super().__setitem__(name, value)
 
 

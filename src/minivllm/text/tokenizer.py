@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, shown
 from minivllm.text.char_tokenizer import char_tokenizer
 from minivllm.text.gguf_tokenizer import gguf_tokenizer
 from minivllm.text.hf_tokenizer import gpt2_tokenizer, hf_tokenizer
@@ -41,5 +41,5 @@ def load_tokenizer(
     if kind == "gpt2":
         return gpt2_tokenizer(path, cache_dir)
     raise ModelError(
-        f"there is no tokenizer of kind {kind!r} from path {path} and {len(data or {})} metadata fields"
+        f"there is no tokenizer of kind {shown(kind)} from path {path} and {len(data or {})} metadata fields"
     )

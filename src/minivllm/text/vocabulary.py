@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import tokenizers
 
-from minivllm.errors import ModelError, RequestError
+from minivllm.errors import ModelError, RequestError, shown
 
 #: More token ids than any vocabulary has; a file that claims more is malformed.
 MAX_VOCAB_SIZE = 2**24
@@ -173,7 +173,7 @@ def utf8(token: str) -> bytes:
     try:
         return token.encode()
     except UnicodeEncodeError:
-        raise ModelError(f"the tokenizer's token {token!r} is not valid Unicode") from None
+        raise ModelError(f"the tokenizer's token {shown(token)} is not valid Unicode") from None
 
 
 def decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, object]]:
