@@ -24,6 +24,7 @@ RUNGS = [
     {"engine"},
     {"factory"},
     {"llm", "bench"},
+    {"cli_options"},
     {"cli"},
 ]
 #: Within a rung, with the reason.
@@ -51,7 +52,7 @@ OUTSIDERS = {
     "jinja2": {"minivllm.text"},
     "huggingface_hub": {"minivllm.models.registry", "minivllm.text.hf_tokenizer"},
     "rich": {"minivllm.llm", "minivllm.cli", "minivllm.bench.cli"},
-    "typer": {"minivllm.cli", "minivllm.bench.cli"},
+    "typer": {"minivllm.cli", "minivllm.cli_options", "minivllm.bench.cli"},
 }
 #: `_core` holds the allocator, the decoder and the machine's limits; each has one face.
 CORE_USERS = {"minivllm.block_allocator.native", "minivllm.executors.native", "minivllm.bench.machine"}
@@ -90,7 +91,7 @@ def room(module: str) -> str:
 
 def rung(module: str) -> int:
     places = [i for i, rooms in enumerate(RUNGS) if room(module) in rooms]
-    assert places, f"{module} is on no rung: give it its place in DESIGN.md and here"
+    assert places, f"{module} is on no rung: give it its place in README.md and here"
     return places[0]
 
 

@@ -30,14 +30,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def mini_vllm(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def mini_vllm(
+    *arguments: str | Path, stdin: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", "from minivllm.cli import main; main()", *map(str, arguments)],
         input=stdin,
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"COLUMNS": "120", "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"COLUMNS": "120", "HF_HUB_OFFLINE": "1"} | environment,
         check=False,
     )
 
@@ -62,6 +64,45 @@ def test_the_text_is_on_stdout_and_the_rest_on_stderr(model: Path) -> None:
 def test_the_same_seed_gives_the_same_text(model: Path) -> None:
     runs = [mini_vllm("generate", model, "a", "-n", "20", "--seed", seed).stdout for seed in ("1", "1", "2")]
     assert runs[0] == runs[1] != runs[2]
+
+
+def test_without_a_seed_runs_differ_and_tell_theirs(model: Path) -> None:
+    first, second = (mini_vllm("generate", model, "a", "-n", "30") for _ in range(2))
+    assert first.stdout != second.stdout
+    seed = first.stderr.rsplit("seed ", 1)[1].strip()
+    assert mini_vllm("generate", model, "a", "-n", "30", "--seed", seed).stdout == first.stdout
+
+
+def test_max_tokens_is_what_the_context_holds_unless_given(model: Path) -> None:
+    result = mini_vllm("generate", model, "a" * 120, "--ignore-eos")
+    assert result.returncode == 0 and "120 prompt tokens, 8 generated" in result.stderr
+
+
+def test_token_ids_in_and_out(model: Path) -> None:
+    text = mini_vllm("generate", model, "abc", *GREEDY)
+    ids = mini_vllm("generate", model, "1, 2 3", "--token-ids", *GREEDY)
+    assert ids.returncode == 0, ids.stderr
+    characters = "".join(CHARACTERS[int(word)] for word in ids.stdout.split())
+    assert characters + "\n" == text.stdout
+
+
+def test_a_terminal_that_lacks_characters(model: Path) -> None:
+    for arguments in (("generate", model, "hi", *GREEDY), ("generate", "--help")):
+        assert mini_vllm(*arguments, PYTHONIOENCODING="ascii").returncode == 0
+
+
+def test_closed_output() -> None:
+    program = [sys.executable, "-c", "from minivllm.cli import main; main()", "--help"]
+    closed = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *program], capture_output=True, text=True, check=False
+    )
+    assert closed.returncode == 1 and closed.stderr == "mini-vllm: standard output is closed\n"
+
+
+def test_chat_goes_on_after_a_refused_message(model: Path) -> None:
+    talk = mini_vllm("chat", model, "-n", "3", stdin=f"{'x' * 200}\nhi\n")
+    assert talk.returncode == 0, talk.stderr
+    assert "max_model_len is 128" in talk.stderr and "10 prompt tokens" in talk.stderr
 
 
 def test_chat_keeps_the_conversation(model: Path) -> None:
@@ -95,6 +136,12 @@ def test_chat_keeps_the_conversation(model: Path) -> None:
         (("generate", "{model}", "hi", "--block-size", "1000"), "block_size"),
         (("generate", "{model}", "hi", "--device", "tpu"), "device"),
         (("pull", "gpt-5"), "gpt-5"),
+        (("generate", "missing/model.gguf", "hi"), "missing/model.gguf"),
+        (("generate", "{model}", "hi", "--logprobs", "1"), "--json"),
+        (("generate", "{model}", "x", "--token-ids"), "'x'"),
+        (("generate",), "MODEL"),
+        (("generate", "{model}", "hi", "--no-such"), "--no-such"),
+        (("generate", "{model}", "hi", "-n", "x"), "--max-tokens"),
     ],
 )
 def test_an_error_is_one_line(model: Path, arguments: tuple[str, ...], words: str) -> None:
@@ -106,13 +153,8 @@ def test_an_error_is_one_line(model: Path, arguments: tuple[str, ...], words: st
 
 
 def test_a_wrong_command_line_exits_with_2(model: Path) -> None:
-    for arguments in (
-        ("generate",),
-        ("generate", model, "hi", "--no-such"),
-        ("generate", model, "hi", "-n", "x"),
-    ):
-        result = mini_vllm(*arguments)
-        assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert mini_vllm("generate", model, "hi", "--no-such").returncode == 2
+    assert mini_vllm("generate", "no/such/model", "hi").returncode == 1
 
 
 def test_help_names_every_option() -> None:

