@@ -1,7 +1,10 @@
 #include "thread_pool.h"
 
+#include <unistd.h>
+
 #include <chrono>
 #include <stdexcept>
+#include <utility>
 
 namespace minivllm {
 namespace {
@@ -31,7 +34,7 @@ constexpr std::chrono::microseconds kSpin{50};
 
 }  // namespace
 
-ThreadPool::ThreadPool(int num_threads) {
+ThreadPool::ThreadPool(int num_threads) : process_(static_cast<int>(getpid())) {
     if (num_threads < 1) throw std::invalid_argument("a thread pool needs at least one thread");
     try {
         for (int thread = 1; thread < num_threads; thread++)
@@ -45,11 +48,16 @@ ThreadPool::ThreadPool(int num_threads) {
 ThreadPool::~ThreadPool() { stop(); }
 
 void ThreadPool::stop() {
+    if (process_ != getpid()) {  // a forked child: nobody to join, and destroying the signals would wait for them
+        for (auto& helper : helpers_) helper.detach();
+        signals_.release();
+        return;
+    }
     {
-        std::lock_guard<std::mutex> lock(mutex_);
+        std::lock_guard<std::mutex> lock(signals_->mutex);
         stop_.store(true);
     }
-    job_arrived_.notify_all();
+    signals_->job_arrived.notify_all();
     for (auto& helper : helpers_) helper.join();
 }
 
@@ -65,17 +73,19 @@ void ThreadPool::run_erased(int64_t num_pieces, Function function, const void* c
     // Sequentially consistent, here and in help(): either the helper sees the pieces, or we see it asleep.
     unclaimed_.store(num_pieces);
     if (sleeping_helpers_.load() > 0) {
-        { std::lock_guard<std::mutex> lock(mutex_); }
-        job_arrived_.notify_all();
+        { std::lock_guard<std::mutex> lock(signals_->mutex); }
+        signals_->job_arrived.notify_all();
     }
     work(0);
     const auto finished = [this] { return unfinished_.load() == 0; };
-    if (finished() || spin(kSpin, finished)) return;
-    // A helper has lost its core in the middle of a piece: let the system have ours.
-    std::unique_lock<std::mutex> lock(mutex_);
-    caller_sleeps_.store(true);
-    job_finished_.wait(lock, finished);
-    caller_sleeps_.store(false);
+    if (!finished() && !spin(kSpin, finished)) {
+        // A helper has lost its core in the middle of a piece: let the system have ours.
+        std::unique_lock<std::mutex> lock(signals_->mutex);
+        caller_sleeps_.store(true);
+        signals_->job_finished.wait(lock, finished);
+        caller_sleeps_.store(false);
+    }
+    if (signals_->error) std::rethrow_exception(std::exchange(signals_->error, nullptr));
 }
 
 // Claims and runs pieces until none is left.
@@ -85,13 +95,18 @@ void ThreadPool::work(int thread) {
     while (unclaimed > 0) {
         if (!unclaimed_.compare_exchange_weak(unclaimed, unclaimed - 1)) continue;
         // The job cannot end before this piece does, so its fields hold still from here on.
-        function_(context_, num_pieces_ - unclaimed, thread);
+        try {
+            function_(context_, num_pieces_ - unclaimed, thread);
+        } catch (...) {
+            std::lock_guard<std::mutex> lock(signals_->mutex);
+            if (!signals_->error) signals_->error = std::current_exception();
+        }
         count++;
         unclaimed = unclaimed_.load();
     }
     if (count > 0 && unfinished_.fetch_sub(count) == count && caller_sleeps_.load()) {
-        { std::lock_guard<std::mutex> lock(mutex_); }
-        job_finished_.notify_one();
+        { std::lock_guard<std::mutex> lock(signals_->mutex); }
+        signals_->job_finished.notify_one();
     }
 }
 
@@ -99,9 +114,9 @@ void ThreadPool::help(int thread) {
     const auto called = [this] { return unclaimed_.load() > 0 || stop_.load(); };
     while (!stop_.load()) {
         if (!spin(kSpin, called)) {
-            std::unique_lock<std::mutex> lock(mutex_);
+            std::unique_lock<std::mutex> lock(signals_->mutex);
             sleeping_helpers_.fetch_add(1);
-            job_arrived_.wait(lock, called);
+            signals_->job_arrived.wait(lock, called);
             sleeping_helpers_.fetch_sub(1);
         }
         work(thread);

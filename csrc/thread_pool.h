@@ -5,11 +5,14 @@
 //   a helper that has not woken up yet is not waited for;
 // - helpers spin for about 50 µs after their last piece, then sleep; an idle pool takes no processor time.
 // Which thread runs a piece is up to chance, so a piece's result must not depend on it.
+// In a forked child there are no helpers: the pool works on there, on the calling thread alone.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <type_traits>
@@ -28,8 +31,8 @@ public:
     int num_threads() const { return static_cast<int>(helpers_.size()) + 1; }
 
     // Calls body(piece, thread) once for each piece in 0 … num_pieces − 1, roughly in that order, with thread in
-    // 0 … num_threads − 1 (two calls at one time never have the same). Returns when all have returned. The body
-    // must not throw, and must not call run. Only one thread may call run at a time.
+    // 0 … num_threads − 1 (two calls at one time never have the same). Returns when all have returned, and throws
+    // what one of them has thrown, if any. The body must not call run. Only one thread may call run at a time.
     template <class Body>
     void run(int64_t num_pieces, const Body& body) {
         run_erased(
@@ -58,9 +61,14 @@ private:
     alignas(64) std::atomic<int> sleeping_helpers_{0};
     std::atomic<bool> caller_sleeps_{false};
     std::atomic<bool> stop_{false};
-    std::mutex mutex_;
-    std::condition_variable job_arrived_, job_finished_;
+    struct Signals {
+        std::mutex mutex;
+        std::condition_variable job_arrived, job_finished;
+        std::exception_ptr error;  // the first that a piece of this job has thrown
+    };
+    std::unique_ptr<Signals> signals_ = std::make_unique<Signals>();
     std::vector<std::thread> helpers_;
+    const int process_;  // that has the helpers
 };
 
 }  // namespace minivllm
