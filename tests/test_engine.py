@@ -1,6 +1,8 @@
 """The engine: every request gets its own answer, whatever runs beside it, and bad ones harm nobody."""
 
 import random
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,8 @@ from helpers_engine import Setup, answer, assert_idle, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.engine.inference_engine import InferenceEngine, derived_seed
+from minivllm.engine.admission import derived_seed
+from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import RequestError
 from minivllm.sampling_params import SamplingParams
@@ -158,7 +161,8 @@ def test_streams_and_whole_requests_run_together() -> None:
     assert joined([a for a, _ in pieces])[1] == fake_continuation(list(b"one"), 20, frozenset())
     assert joined([b for _, b in pieces])[1] == fake_continuation(list(b"two"), 20, frozenset())
     assert engine.metrics().steps < 25, "they shared their steps"
-    assert other not in run(engine), "its output came with a step that a stream made"
+    assert run(engine)[other].outputs[0].token_ids == fake_continuation(list(b"three"), 20, frozenset())
+    assert engine.step() == [], "the streams' own outputs were for them alone"
 
 
 def test_closing_a_stream_aborts_its_request() -> None:
@@ -174,9 +178,104 @@ def test_aborting_a_streaming_request_ends_its_stream() -> None:
     engine = Setup().engine()
     stream = engine.stream("abc", SamplingParams(max_tokens=50, ignore_eos=True), "mine")
     next(stream)
-    engine.abort("mine")
-    assert [piece.outputs[0].finish_reason for piece in stream] == ["abort"]
+    aborted = engine.abort("mine")
+    assert list(stream) == [aborted] and aborted.outputs[0].finish_reason == "abort"
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_old_stream_leaves_the_new_request_of_its_name_alone(streamed: bool) -> None:
+    engine = Setup().engine()
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    old = engine.stream("abc", params, "me")
+    next(old)
+    engine.abort("me")
+    new = engine.stream("def", params, "me") if streamed else None
+    first = [next(new)] if new else engine.add_request("def", params, "me") and []
+    assert [piece.outputs[0].finish_reason for piece in old] == ["abort"]
+    pieces = [*first, *new] if new else [run(engine)["me"]]
+    assert joined(pieces)[1] == fake_continuation(list(b"def"), 30, frozenset())
+    assert_idle(engine)
+
+
+def test_stream_collected_in_the_middle_of_a_step_ends_after_it() -> None:
+    engine = Setup().engine()
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    streams = [engine.stream(text, params) for text in ("abc", "def")]
+    next(streams[0]), next(streams[1])
+    other = engine.add_request("ghi", params)
+    execute = engine.executor.execute
+
+    def collecting(*arguments: Any) -> Any:
+        if len(streams) == 2:
+            streams.pop().close()  # as the garbage collector may do at any time
+        return execute(*arguments)
+
+    engine.executor.execute = collecting
+    assert joined(list(streams[0]))[1] == fake_continuation(list(b"abc"), 30, frozenset())[1:]
+    assert run(engine)[other].outputs[0].token_ids == fake_continuation(list(b"ghi"), 30, frozenset())
+
+
+def test_outputs_of_steps_that_others_made_wait_for_the_next_step() -> None:
+    engine = Setup().engine()
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    whole, pieces = engine.add_request("one", params), engine.add_request("two", params, stream=True)
+    list(engine.stream("three", replace(params, max_tokens=9)))
+    outputs = engine.step()
+    assert [output.request_id for output in outputs] == [pieces, pieces, whole, pieces]
+    assert joined([o for o in outputs if o.request_id == pieces])[1] == fake_continuation(
+        list(b"two"), 3, frozenset()
+    )
+    assert_idle(engine)
+
+
+# --- threads ---
+
+
+def test_threads_share_an_engine() -> None:
+    engine = Setup().engine()
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    got: dict[int, list[int]] = {}
+
+    def serve(thread: int) -> None:
+        for _ in range(5):
+            engine.abort(engine.add_request([thread, 2], params))
+            stream = engine.stream([thread, 3], params)
+            next(stream)
+            stream.close()
+            got[thread] = joined(list(engine.stream([thread, 1], params)))[1]
+
+    threads = [threading.Thread(target=serve, args=[i]) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert got == {i: fake_continuation([i, 1], 40, frozenset()) for i in range(6)}
+    engine.kv_cache.check_integrity()
+    assert_idle(engine)
+
+
+def test_thread_that_steps_all_the_time_lets_others_in() -> None:
+    engine = Setup(num_blocks=200).engine()
+    execute = engine.executor.execute
+    started, finished = threading.Event(), []
+
+    def slow(*arguments: Any) -> Any:
+        started.set()
+        time.sleep(0.001)
+        return execute(*arguments)
+
+    def stream(name: str, max_tokens: int) -> None:
+        list(engine.stream(name, SamplingParams(max_tokens=max_tokens, ignore_eos=True)))
+        finished.append(name)
+
+    engine.executor.execute = slow
+    long = threading.Thread(target=stream, args=["long", 900])
+    long.start()
+    started.wait(timeout=60)
+    stream("short", 3)
+    long.join(timeout=60)
+    assert finished == ["short", "long"]
 
 
 # --- seeds ---

@@ -173,6 +173,31 @@ def test_generate_works_outside_the_main_thread(llm: LLM) -> None:
     assert len(results) == 2
 
 
+def test_threads_share_an_llm(llm: LLM) -> None:
+    prompts = [[thread + 5, i + 3] for thread in range(4) for i in range(6)]
+    expected = [output.outputs for output in llm.generate(prompts, GREEDY)]
+    results: dict[int, Any] = {}
+
+    def generate(thread: int) -> None:
+        outputs = llm.generate(prompts[6 * thread : 6 * thread + 6], GREEDY, use_tqdm=False)
+        results[thread] = [output.outputs for output in outputs]
+
+    threads = [threading.Thread(target=generate, args=[i]) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert [outputs for i in range(4) for outputs in results[i]] == expected
+    assert free_blocks(llm) == (64, 0)
+
+
+def test_generate_leaves_the_outputs_of_others_to_them(llm: LLM) -> None:
+    request_id = llm.engine.add_request([5, 6], GREEDY)
+    expected = llm.generate([[5, 6], [7, 8]], GREEDY)[0].outputs
+    assert [(output.request_id, output.outputs) for output in llm.engine.step()] == [(request_id, expected)]
+    assert not llm.engine.has_unfinished_requests()
+
+
 # --- the factory ---
 
 

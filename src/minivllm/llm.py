@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minivllm.config import Dtype, EngineConfig, ExecutorName, Quantization
-from minivllm.engine.inference_engine import Prompt
+from minivllm.engine.admission import Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import RequestError
 from minivllm.factory import create_engine
@@ -85,7 +86,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer the prompts, as many at once as fit; the results are in their order.
 
-        Ctrl-C gives up these prompts; the engine stays usable.
+        Ctrl-C gives up these prompts; the engine stays usable. Several threads may call this at once: their
+        prompts run together. If the model fails in a step that another thread has made, the finish_reason is
+        "error".
 
         Args:
             prompts: a text or a list of token ids, or a list of these.
@@ -97,22 +100,25 @@ class LLM:
         """
         wanted = _prompt_list(prompts)
         engine = self.engine
-        request_ids = engine.add_requests(wanted, _params_list(sampling_params, len(wanted)))
-        outputs: dict[str, RequestOutput | None] = dict.fromkeys(request_ids)
-        missing = len(request_ids)
-        try:
-            with _progress_bar(use_tqdm, missing) as progress, _interrupts_held_back() as interrupts:
-                while missing:
-                    for output in engine.step():
-                        if output.request_id in outputs:
+        params = _params_list(sampling_params, len(wanted))
+        outbox: deque[RequestOutput] = deque()
+        with _interrupts_held_back() as interrupts:
+            request_ids = engine.add_requests(wanted, params, outbox=outbox)
+            outputs: dict[str, RequestOutput] = {}
+            try:
+                with _progress_bar(use_tqdm, len(request_ids)) as progress:
+                    while len(outputs) < len(request_ids):
+                        interrupts.let_through()
+                        if not outbox:
+                            engine.advance()
+                        while outbox:
+                            output = outbox.popleft()
                             outputs[output.request_id] = output
-                            missing -= 1
                             progress.advance(len(output.outputs[0].token_ids))
-                    interrupts.let_through()
-        finally:
-            for request_id in request_ids:
-                engine.abort(request_id)  # does nothing for those that are finished
-        return cast("list[RequestOutput]", list(outputs.values()))
+            finally:
+                engine.abandon(outbox)
+            interrupts.let_through()
+        return [outputs[request_id] for request_id in request_ids]
 
     def chat(
         self,

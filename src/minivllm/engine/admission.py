@@ -1,0 +1,155 @@
+"""Admission: from what a client sends to a request that the engine can carry, or a refusal that says why.
+
+Everything about a request is checked here, before any work is done. Knows nothing of queues, blocks or steps.
+"""
+
+import operator
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from minivllm.engine.output_builder import OutputBuilder
+from minivllm.engine.outputs import RequestOutput
+from minivllm.errors import RequestError, shown
+from minivllm.sampling_params import SamplingParams
+from minivllm.sequence import Sequence
+from minivllm.text.tokenizer import Tokenizer
+
+Prompt = str | Seq[int]
+
+_MASK64 = 2**64 - 1
+
+
+@dataclass(eq=False)
+class Request:
+    """A request that is not finished."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequence: Sequence
+    builder: OutputBuilder
+    stream: bool
+    outbox: deque[RequestOutput]  #: where its outputs go; its owner is known by it, as request ids are reused
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What the model can take. Fields as in ``InferenceEngine``."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    seed: int
+
+    def request(
+        self,
+        ordinal: int,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        stream: bool,
+        outbox: deque[RequestOutput],
+    ) -> Request:
+        """Check a request and give it its sequence. Changes nothing."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params is a {type(params).__name__}; it must be a SamplingParams",
+                "sampling_params",
+            )
+        params.check_vocabulary(self.vocab_size, self.eos_token_ids)
+        token_ids = self._prompt_token_ids(prompt)
+        sequence = Sequence(
+            seq_id=ordinal,
+            request_id=request_id,
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            params=params,
+            seed=derived_seed(self.seed, ordinal) if params.seed is None else params.seed,
+            max_num_tokens=self._max_num_tokens(len(token_ids), params),
+            end_token_ids=frozenset(params.stop_token_ids).union(
+                () if params.ignore_eos else self.eos_token_ids
+            ),
+        )
+        text = prompt if isinstance(prompt, str) else None
+        builder = OutputBuilder(sequence, self.tokenizer)
+        return Request(request_id, text, token_ids, sequence, builder, stream, outbox)
+
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer, for what cannot do without one."""
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer; give the prompt as token ids", "prompt")
+        return self.tokenizer
+
+    def _prompt_token_ids(self, prompt: Prompt) -> list[int]:
+        """The prompt as a new list of ids that the model knows, and not empty."""
+        if isinstance(prompt, str):
+            token_ids = self.text_tokenizer().encode(prompt) if prompt else []
+        else:
+            token_ids = _integers(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty; give it at least one token", "prompt")
+        for outside in (min(token_ids), max(token_ids)):
+            if not 0 <= outside < self.vocab_size:
+                raise RequestError(
+                    f"the prompt has token id {shown(outside)}; "
+                    f"the vocabulary is 0 to {self.vocab_size - 1:,}",
+                    "prompt",
+                )
+        return token_ids
+
+    def _max_num_tokens(self, prompt_length: int, params: SamplingParams) -> int:
+        """Prompt and output tokens at which the request ends."""
+        limit = self.max_model_len
+        if prompt_length >= limit:
+            raise RequestError(
+                f"the prompt has {prompt_length:,} tokens, which leaves no room for an answer: "
+                f"max_model_len is {limit:,}",
+                "prompt",
+            )
+        for name in ("max_tokens", "min_tokens"):
+            wanted = getattr(params, name)
+            if wanted is not None and prompt_length + wanted > limit:
+                raise RequestError(
+                    f"the prompt has {prompt_length:,} tokens and {name} is {wanted:,}, together "
+                    f"{prompt_length + wanted:,}, but max_model_len is {limit:,}",
+                    name,
+                )
+        return limit if params.max_tokens is None else prompt_length + params.max_tokens
+
+
+def derived_seed(engine_seed: int, ordinal: int) -> int:
+    """The seed of the ``ordinal``-th request (from 0) when it brings none: 64 bits.
+
+    It is the number that SplitMix64, started with the engine's seed, gives after ``ordinal`` others: close
+    seeds and neighbouring requests have nothing in common. (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", OOPSLA 2014.)
+    """
+    z = (engine_seed + (ordinal + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def _integers(prompt: object) -> list[int]:
+    """The prompt's token ids as a new list of ints. Numpy's integers are fine; bools and floats are not."""
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Seq) or isinstance(prompt, bytes | bytearray | memoryview):
+        raise RequestError(
+            f"the prompt is a {type(prompt).__name__}; it must be a string or a list of token ids", "prompt"
+        )
+    token_ids = []
+    for token_id in prompt:
+        try:
+            if isinstance(token_id, bool):
+                raise TypeError
+            token_ids.append(operator.index(token_id))
+        except TypeError:
+            raise RequestError(
+                f"the prompt has {shown(token_id)} among its token ids; they must be integers", "prompt"
+            ) from None
+    return token_ids
