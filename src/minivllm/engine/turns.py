@@ -7,7 +7,7 @@ import threading
 
 
 class Turns:
-    """A lock for ``with`` that its holder may enter again. It costs less than a microsecond.
+    """A lock for ``with`` that its holder may enter again. It costs about a microsecond.
 
     A plain lock goes to whoever asks first once it is free, and that is the thread that has just released
     it: one that steps in a loop would shut out all others.
