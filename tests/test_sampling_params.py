@@ -1,6 +1,7 @@
 """SamplingParams: every field's limits, types and normal forms; every refusal names its field."""
 
 import copy
+import dataclasses
 import math
 import pickle
 from fractions import Fraction
@@ -27,6 +28,8 @@ REFUSED = {
         ["x"] * (MAX_STOP_STRINGS + 1),
         ["x"] * 10_000,
         "x" * 2000,
+        "a\ud800",
+        ["fine", "\udfffb"],
         None,
         3,
         {"a": 1},
@@ -117,7 +120,7 @@ def test_normal_forms() -> None:
         "logit_bias": {3: 1.0},
     }.items():
         assert getattr(params, name) == value
-        assert type(getattr(params, name)) is type(value)
+        assert isinstance(getattr(params, name), type(value))
     assert SamplingParams(stop="two words").stop == ("two words",)
     assert type(params.logit_bias[3]) is float
 
@@ -128,6 +131,29 @@ def test_a_callers_lists_are_not_shared() -> None:
     stop.append("b"), ids.append(2), bias.update({2: 2.0})
     assert (params.stop, params.stop_token_ids, params.logit_bias) == (("a",), (1,), {1: 1.0})
     assert pickle.loads(pickle.dumps(params)) == params == copy.deepcopy(params)
+
+
+def test_params_cannot_be_changed_so_they_can_be_hashed_and_shared() -> None:
+    params = SamplingParams(logit_bias={1: 1.0, 2: 2.0})
+    bias = params.logit_bias
+    for change in (
+        lambda: bias.__setitem__(1, np.nan),
+        lambda: bias.update({5: 1.0}),
+        lambda: bias.pop(1),
+        lambda: bias.setdefault(9, 1.0),
+        lambda: bias.__delitem__(1),
+        lambda: bias.__ior__({5: 1.0}),
+        bias.clear,
+        bias.popitem,
+    ):
+        with pytest.raises(TypeError, match=r"cannot be changed; make new ones"):
+            change()
+    assert params == SamplingParams(logit_bias={2: 2.0, 1: 1.0})
+    assert hash(params) == hash(SamplingParams(logit_bias={2: 2.0, 1: 1.0})) != hash(SamplingParams())
+    for twin in (copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
+        assert twin == params and hash(twin) == hash(params)
+    assert dataclasses.asdict(params)["logit_bias"] == {1: 1.0, 2: 2.0}
+    assert dataclasses.replace(params, logit_bias={**bias, 3: 3.0}).logit_bias == {1: 1.0, 2: 2.0, 3: 3.0}
 
 
 def test_vocabulary() -> None:

@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Mapping
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from minivllm.errors import RequestError, shown
 
@@ -21,6 +21,22 @@ MAX_TOKEN_ID = 2**31 - 1  # token ids are int32 everywhere
 MAX_LOGIT_BIAS = 1024  # entries
 MAX_TEMPERATURE = 100.0  # far beyond the point where every token is about equally likely
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # keeps logits finite and float32 exact enough
+
+
+class FrozenDict(dict[int, float]):
+    """A dict that stays as it is, so that requests can share it; it can be hashed, copied and pickled."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("sampling parameters cannot be changed; make new ones, as with dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[type, tuple[dict[int, float]]]:
+        return FrozenDict, (dict(self),)
 
 
 @dataclass(frozen=True)
@@ -54,7 +70,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  #: over the output; -2 to 2
     frequency_penalty: float = 0.0  #: over the output; -2 to 2
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """token id → added to its logit, -100 to 100; normalised to a dict."""
+    """token id → added to its logit, -100 to 100; kept as a copy that cannot be changed."""
     logprobs: int | None = None  #: the chosen token's logprob and this many of the likeliest (0–20)
 
     def __post_init__(self) -> None:
@@ -154,6 +170,8 @@ def _stop_strings(value: object) -> tuple[str, ...]:
             raise RequestError(
                 f"a stop string may have at most {MAX_STOP_LENGTH} characters, not {len(stop)}", "stop"
             )
+        if any("\ud800" <= character <= "\udfff" for character in stop):
+            raise RequestError(f"stop has {shown(stop)}, which is no text: a lone surrogate is in it", "stop")
         strings.append(stop)
     return tuple(dict.fromkeys(strings))
 
@@ -163,7 +181,7 @@ def _stop_token_ids(value: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(_integer("stop_token_ids", entry, 0, MAX_TOKEN_ID) for entry in entries))
 
 
-def _logit_bias(value: object) -> dict[int, float]:
+def _logit_bias(value: object) -> FrozenDict:
     if not isinstance(value, Mapping):
         raise RequestError(
             f"logit_bias must map token ids to numbers from -100 to 100, not {shown(value)}", "logit_bias"
@@ -172,7 +190,9 @@ def _logit_bias(value: object) -> dict[int, float]:
         raise RequestError(
             f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, not {len(value)}", "logit_bias"
         )
-    return {
-        _integer("logit_bias", token_id, 0, MAX_TOKEN_ID): _real("logit_bias", bias, -100.0, 100.0)
-        for token_id, bias in value.items()
-    }
+    return FrozenDict(
+        {
+            _integer("logit_bias", token_id, 0, MAX_TOKEN_ID): _real("logit_bias", bias, -100.0, 100.0)
+            for token_id, bias in value.items()
+        }
+    )

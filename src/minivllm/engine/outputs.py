@@ -45,7 +45,7 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None  #: None if it was given as token ids
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int]  #: a list that all pieces of a stream share: not to be changed
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int  #: prompt tokens that were taken from the prefix cache
