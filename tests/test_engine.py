@@ -332,6 +332,10 @@ BAD_REQUESTS: list[tuple[Any, dict[str, Any], str]] = [
     ([1], {"max_tokens": None, "min_tokens": 64}, "min_tokens is 64, together 65"),
     ([1], {"stop_token_ids": [300]}, "token id 300"),
     ([1], {"logit_bias": {300: 1.0}}, "token id 300"),
+    ("x" * 65, {}, "the prompt's text of 65 bytes is longer than max_model_len, 64 tokens, can be"),
+    ("é" * 33, {}, "text of 66 bytes"),
+    (range(10**12), {}, "the prompt has 1,000,000,000,000 tokens, which leaves no room"),
+    (np.broadcast_to(np.int32(1), 2**40), {}, "the prompt has 1,099,511,627,776 tokens"),
 ]
 
 
@@ -377,6 +381,67 @@ def test_several_requests_are_added_together_or_not_at_all() -> None:
     with pytest.raises(RequestError, match="'x' already"):
         engine.add_requests(["a", "b"], [SamplingParams()] * 2, ["x", "x"])
     assert engine.metrics() == before and not engine.has_unfinished_requests()
+
+
+def test_refusal_says_which_of_several_is_meant() -> None:
+    engine = Setup(num_blocks=16, block_size=4).engine()
+    fine, wrong = SamplingParams(), SamplingParams(stop_token_ids=[300])
+    for prompts, params, ids, message in [
+        (["a", "b", ""], [fine] * 3, None, "prompt 3 of 3: the prompt is empty"),
+        (["a", [1] * 99, ""], [fine] * 3, None, "prompt 2 of 3: the prompt has 99 tokens"),
+        (["a", "b"], [fine, wrong], None, "prompt 2 of 2: stop_token_ids has token id 300"),
+        (["a", "b"], [fine, {}], None, "prompt 2 of 2: sampling_params is a dict"),
+        (["a", "b"], [fine] * 2, ["x", "x"], "prompt 2 of 2: there is an unfinished request 'x' already"),
+        ([""], [fine], None, "^the prompt is empty"),
+    ]:
+        with pytest.raises(RequestError, match=message) as error:
+            engine.add_requests(prompts, params, ids)
+        assert error.value.param
+    assert not engine.has_unfinished_requests()
+
+
+def test_lists_that_do_not_fit_each_other_are_refused() -> None:
+    engine = Setup().engine()
+    fine = SamplingParams()
+    for prompts, params, ids, message in [
+        (["a"], [fine, fine], None, "there are 1 prompts, 2 sampling_params; give as many of each"),
+        (["a", "b"], [fine], None, "there are 2 prompts, 1 sampling_params"),
+        (["a"], [fine], ["x", "y"], "1 prompts, 1 sampling_params, 2 request_ids"),
+        ("ab", [fine, fine], None, "prompts is 'ab'; it must be a list"),
+        (["a", "b"], [fine, fine], "xy", "request_ids is 'xy'; it must be a list"),
+        (["a"], fine, None, "sampling_params is a minivllm.*SamplingParams; it must be a list"),
+        (5, [fine], None, "prompts is 5; it must be a list"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            engine.add_requests(prompts, params, ids)
+    for wrong in (0, False, "", {}):
+        with pytest.raises(RequestError, match="it must be a SamplingParams"):
+            engine.add_request("a", wrong)
+        with pytest.raises(RequestError, match="it must be a SamplingParams"):
+            next(engine.stream("a", wrong))
+    for wrong in ([5], 5, None):
+        with pytest.raises(RequestError, match=r"request_id is .*; it must be a string"):
+            engine.abort(wrong)
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("name", ["stop", "include_stop_str_in_output"])
+def test_what_is_about_text_is_refused_without_a_tokenizer(name: str) -> None:
+    engine = Setup(tokenizer=False).engine()
+    value = {"stop": ["x"], "include_stop_str_in_output": True}[name]
+    with pytest.raises(RequestError, match=f"{name} is about text, but this model has no tokenizer") as error:
+        engine.add_request([1], SamplingParams(**{name: value}))
+    assert error.value.param == name
+
+
+@pytest.mark.parametrize("size", [64, 65])
+def test_long_texts_are_refused_before_they_are_tokenised(size: int) -> None:
+    engine = Setup(num_blocks=16, block_size=4).engine()
+    calls = []
+    engine.tokenizer._encode = lambda text, special: calls.append(text) or list(text.encode())
+    with pytest.raises(RequestError, match="max_model_len"):
+        engine.add_request("x" * size)
+    assert len(calls) == (size == 64), "64 letters could be few tokens; more could not"
 
 
 # --- aborts and failures ---

@@ -95,6 +95,10 @@ def test_one_wrong_prompt_and_none_is_run(llm: LLM) -> None:
         ({"prompt": "x"}, GREEDY, "prompts is a dict"),
         ([1, "x"], GREEDY, "'x' among its token ids"),
         ([None], GREEDY, "None among its token ids"),
+        (np.array(5), GREEDY, "the prompt is a int"),
+        (np.array("x"), GREEDY, "'x' among its token ids"),
+        ([[5], [6], "", [7]], GREEDY, "prompt 3 of 4: the prompt is empty"),
+        ([[5], 6], GREEDY, "prompt 2 of 2: the prompt is a int"),
     ]:
         with pytest.raises(RequestError, match=message):
             llm.generate(prompts, params)
@@ -113,9 +117,13 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     ]
     (output,) = llm.chat(begun, GREEDY, continue_final_message=True)
     assert byte_level_backend().decode(output.prompt_token_ids) == "user: the cat\nassistant: the dog"
-    for wrong in ([], "hello", [{"role": "user"}], [hello, [{"content": "x"}]]):
+    for wrong in ([], "hello", [{"role": "user"}]):
         with pytest.raises(RequestError):
             llm.chat(wrong, GREEDY)
+    with pytest.raises(RequestError, match=r"conversation 2 of 2: messages\[0\] must have a role"):
+        llm.chat([hello, [{"content": "x"}]], GREEDY)
+    with pytest.raises(RequestError, match=r"text of .* bytes is longer than max_model_len, 128 tokens"):
+        llm.chat([{"role": "user", "content": "x" * 10**6}], GREEDY)
 
 
 def test_progress_of_several_prompts_is_shown_on_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

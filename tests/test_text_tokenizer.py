@@ -2,6 +2,7 @@
 
 import json
 import os
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from helpers_text import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, processors
 
 from minivllm.errors import ModelError, RequestError
 from minivllm.text import hf_tokenizer
@@ -45,6 +46,50 @@ def llama_hf(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         add_bos_token=True,
     )
     return load_tokenizer("hf", directory)
+
+
+@settings(deadline=None, max_examples=50)
+@given(TEXT)
+def test_no_text_has_fewer_tokens_than_its_bytes_allow(hf: Tokenizer, llama_hf: Tokenizer, text: str) -> None:
+    for tokenizer in (hf, llama_hf):
+        assert len(text.encode()) <= tokenizer.max_token_bytes * len(tokenizer.encode(text))
+
+
+def shrinking(tmp_path: Path, change: str) -> Tokenizer:
+    backend = Backend.from_str(byte_level_backend().to_str())
+    if change == "nfc":
+        backend.normalizer = normalizers.NFC()
+    elif change == "nfkc":
+        backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.NFKC()])
+    elif change == "whitespace":
+        parts = [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    elif change == "removed":
+        parts = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    elif change == "lstrip":
+        backend.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    elif change == "unknown":
+        backend.decoder = decoders.Metaspace()
+    return load_tokenizer("hf", write_hf_directory(tmp_path, backend))
+
+
+@pytest.mark.parametrize("change", ["nfkc", "whitespace", "removed", "lstrip", "unknown"])
+def test_tokens_that_may_stand_for_any_number_of_bytes(tmp_path: Path, change: str) -> None:
+    assert shrinking(tmp_path, change).max_token_bytes is None
+
+
+def test_composition_makes_texts_shorter_by_a_factor(tmp_path: Path) -> None:
+    tokenizer = shrinking(tmp_path, "nfc")
+    for character in map(chr, {*range(0x110000)} - {*range(0xD800, 0xE000)}):
+        parts = unicodedata.normalize("NFD", character)
+        if parts == character:
+            continue
+        composed = unicodedata.normalize("NFC", parts)
+        assert max(len(parts.encode()), len(character.encode())) <= 4 * len(composed.encode())
+    text = unicodedata.normalize("NFD", "\u1f82\u0390\ud4db" * 99)
+    assert len(text.encode()) <= tokenizer.max_token_bytes * len(tokenizer.encode(text))
+    assert tokenizer.max_token_bytes == 4 * max(map(len, tokenizer._token_bytes))
 
 
 # Hugging Face directories --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minivllm.config import Dtype, EngineConfig, ExecutorName, Quantization
-from minivllm.engine.admission import Prompt
+from minivllm.engine.admission import Prompt, numbered
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import RequestError
 from minivllm.factory import create_engine
@@ -91,7 +91,7 @@ class LLM:
         "error".
 
         Args:
-            prompts: a text or a list of token ids, or a list of these.
+            prompts: a text or a list of token ids, or a list of these; of an empty list the result is empty.
             sampling_params: for all prompts, or one for each; None: the defaults.
             use_tqdm: show a progress bar on stderr when there are several prompts (vLLM's name for it).
 
@@ -146,16 +146,17 @@ class LLM:
         """
         several = isinstance(messages, Seq) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations = cast("Seq[Messages]", messages if several else [messages])
-        prompts = [
-            self.engine.chat_prompt(
-                conversation,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                template_kwargs=chat_template_kwargs,
-            )
-            for conversation in conversations
-        ]
+        prompts = []
+        for i, conversation in enumerate(conversations):
+            with numbered("conversation", i, len(conversations)):
+                prompt = self.engine.chat_prompt(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    template_kwargs=chat_template_kwargs,
+                )
+            prompts.append(prompt)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
 
@@ -164,7 +165,7 @@ def _prompt_list(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, np.ndarray):
-        return [prompts] if prompts.ndim == 1 else list(prompts)
+        return [prompts] if prompts.ndim < 2 else list(prompts)
     if not isinstance(prompts, list | tuple):
         raise RequestError(
             f"prompts is a {type(prompts).__name__}; it must be a string, a list of token ids, "

@@ -5,7 +5,9 @@ Everything about a request is checked here, before any work is done. Knows nothi
 
 import operator
 from collections import deque
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +62,12 @@ class Admission:
                 f"sampling_params is a {type(params).__name__}; it must be a SamplingParams",
                 "sampling_params",
             )
+        if self.tokenizer is None:
+            for name in ("stop", "include_stop_str_in_output"):
+                if getattr(params, name):
+                    raise RequestError(
+                        f"{name} is about text, but this model has no tokenizer; use stop_token_ids", name
+                    )
         params.check_vocabulary(self.vocab_size, self.eos_token_ids)
         token_ids = self._prompt_token_ids(prompt)
         sequence = Sequence(
@@ -84,12 +92,25 @@ class Admission:
             raise RequestError("this model has no tokenizer; give the prompt as token ids", "prompt")
         return self.tokenizer
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. What cannot fit in any case is refused before it is tokenised."""
+        tokenizer = self.text_tokenizer()
+        if tokenizer.max_token_bytes is not None:
+            size = len(text.encode(errors="replace"))
+            if size > self.max_model_len * tokenizer.max_token_bytes:
+                raise RequestError(
+                    f"the prompt's text of {size:,} bytes is longer than max_model_len, "
+                    f"{self.max_model_len:,} tokens, can be",
+                    "prompt",
+                )
+        return tokenizer.encode(text, add_special_tokens)
+
     def _prompt_token_ids(self, prompt: Prompt) -> list[int]:
         """The prompt as a new list of ids that the model knows, and not empty."""
         if isinstance(prompt, str):
-            token_ids = self.text_tokenizer().encode(prompt) if prompt else []
+            token_ids = self.encode(prompt) if prompt else []
         else:
-            token_ids = _integers(prompt)
+            token_ids = _integers(prompt, self._check_length)
         if not token_ids:
             raise RequestError("the prompt is empty; give it at least one token", "prompt")
         for outside in (min(token_ids), max(token_ids)):
@@ -101,15 +122,18 @@ class Admission:
                 )
         return token_ids
 
+    def _check_length(self, prompt_length: int) -> None:
+        if prompt_length >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {prompt_length:,} tokens, which leaves no room for an answer: "
+                f"max_model_len is {self.max_model_len:,}",
+                "prompt",
+            )
+
     def _max_num_tokens(self, prompt_length: int, params: SamplingParams) -> int:
         """Prompt and output tokens at which the request ends."""
         limit = self.max_model_len
-        if prompt_length >= limit:
-            raise RequestError(
-                f"the prompt has {prompt_length:,} tokens, which leaves no room for an answer: "
-                f"max_model_len is {limit:,}",
-                "prompt",
-            )
+        self._check_length(prompt_length)
         for name in ("max_tokens", "min_tokens"):
             wanted = getattr(params, name)
             if wanted is not None and prompt_length + wanted > limit:
@@ -134,14 +158,46 @@ def derived_seed(engine_seed: int, ordinal: int) -> int:
     return z ^ (z >> 31)
 
 
-def _integers(prompt: object) -> list[int]:
+def check_lists(prompts: object, params: object, request_ids: object) -> None:
+    """Check that these are lists, with as many params, and ids if there are any, as prompts.
+
+    Raises:
+        RequestError: they are not.
+    """
+    lists = {"prompts": prompts, "sampling_params": params, "request_ids": request_ids}
+    if request_ids is None:
+        del lists["request_ids"]
+    lengths = {}
+    for name, values in lists.items():
+        if not isinstance(values, Seq) or isinstance(values, str | bytes):
+            raise RequestError(f"{name} is {shown(values)}; it must be a list", name)
+        lengths[name] = len(values)
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{count} {name}" for name, count in lengths.items())
+        raise RequestError(f"there are {said}; give as many of each", "prompts")
+
+
+@contextmanager
+def numbered(what: str, index: int, count: int) -> Iterator[None]:
+    """Let a refusal say which one of several is meant."""
+    try:
+        yield
+    except RequestError as error:
+        if count == 1:
+            raise
+        raise RequestError(f"{what} {index + 1} of {count}: {error}", error.param) from None
+
+
+def _integers(prompt: object, check_length: Callable[[int], None]) -> list[int]:
     """The prompt's token ids as a new list of ints. Numpy's integers are fine; bools and floats are not."""
     if isinstance(prompt, np.ndarray):
+        check_length(prompt.size)
         prompt = prompt.tolist()
     if not isinstance(prompt, Seq) or isinstance(prompt, bytes | bytearray | memoryview):
         raise RequestError(
             f"the prompt is a {type(prompt).__name__}; it must be a string or a list of token ids", "prompt"
         )
+    check_length(len(prompt))
     token_ids = []
     for token_id in prompt:
         try:

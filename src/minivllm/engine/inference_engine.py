@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from minivllm.batch import StepResult
-from minivllm.engine.admission import Admission, Prompt, Request
+from minivllm.engine.admission import Admission, Prompt, Request, check_lists, numbered
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.turns import Turns
@@ -97,7 +97,8 @@ class InferenceEngine:
             RequestError: anything about the request is wrong; the engine is as it was before.
         """
         request_ids = None if request_id is None else [request_id]
-        return self.add_requests([prompt], [params or SamplingParams()], request_ids, stream=stream)[0]
+        params = SamplingParams() if params is None else params
+        return self.add_requests([prompt], [params], request_ids, stream=stream)[0]
 
     def add_requests(
         self,
@@ -125,23 +126,26 @@ class InferenceEngine:
         stream: bool,
         outbox: deque[RequestOutput],
     ) -> list[str]:
+        check_lists(prompts, params, request_ids)
         first = self._num_added
         if request_ids is None:
             request_ids = [self._unused_id(first + i) for i in range(len(prompts))]
         requests: dict[str, Request] = {}
         for i, (prompt, wish, request_id) in enumerate(zip(prompts, params, request_ids, strict=True)):
-            if not isinstance(request_id, str) or not request_id:
-                raise RequestError(
-                    f"request_id is {shown(request_id)}; it must be a string, and not empty", "request_id"
+            with numbered("prompt", i, len(prompts)):
+                if not isinstance(request_id, str) or not request_id:
+                    raise RequestError(
+                        f"request_id is {shown(request_id)}; it must be a string, and not empty", "request_id"
+                    )
+                if request_id in self._requests or request_id in requests:
+                    raise RequestError(
+                        f"there is an unfinished request {shown(request_id)} already; "
+                        f"choose another request_id",
+                        "request_id",
+                    )
+                requests[request_id] = self._admission.request(
+                    first + i, request_id, prompt, wish, stream, outbox
                 )
-            if request_id in self._requests or request_id in requests:
-                raise RequestError(
-                    f"there is an unfinished request {shown(request_id)} already; choose another request_id",
-                    "request_id",
-                )
-            requests[request_id] = self._admission.request(
-                first + i, request_id, prompt, wish, stream, outbox
-            )
         self._num_added += len(requests)
         self._requests.update(requests)
         for request in requests.values():
@@ -154,6 +158,8 @@ class InferenceEngine:
         Returns its last output, with finish_reason "abort", which also ends its ``stream``; None if there is
         no such unfinished request.
         """
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id is {shown(request_id)}; it must be a string", "request_id")
         with self._turns:
             request = self._requests.get(request_id)
             if request is None:
@@ -236,7 +242,8 @@ class InferenceEngine:
         """
         outbox: deque[RequestOutput] = deque()
         request_ids = None if request_id is None else [request_id]
-        self.add_requests([prompt], [params or SamplingParams()], request_ids, stream=True, outbox=outbox)
+        params = SamplingParams() if params is None else params
+        self.add_requests([prompt], [params], request_ids, stream=True, outbox=outbox)
         try:
             finished = False
             while not finished:
@@ -266,7 +273,7 @@ class InferenceEngine:
             eos_token=tokenizer.eos_token,
             **options,
         )
-        return tokenizer.encode(text, add_special_tokens=False)
+        return self._admission.encode(text, add_special_tokens=False)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, so that the next requests compute everything. Running ones go on."""

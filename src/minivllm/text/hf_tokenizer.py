@@ -165,6 +165,7 @@ def from_backend(
         eos_token_id=eos_token_id,
         chat_template=chat_template,
         strips_leading_space=strips_leading_space,
+        shrinks=_shrinks(backend),
     )
 
 
@@ -193,6 +194,40 @@ def _decoding(backend: tokenizers.Tokenizer, file: Path) -> tuple[Callable[[str]
         f"{file} decodes its tokens by {json.dumps(steps, ensure_ascii=False)[:200]}; "
         f"implemented are ByteLevel and SentencePiece's (Replace or Metaspace, ByteFallback, Fuse, Strip)"
     )
+
+
+def _shrinks(backend: tokenizers.Tokenizer) -> int | None:
+    """In how many bytes of a text one byte of its tokens may originate; None: in any number.
+
+    What is not known to keep every character may drop any number of them.
+    """
+    decoding = {step["type"] for step in decoder_steps(backend)}
+    if not decoding & {"ByteLevel", "ByteFallback"}:  # else there is an unknown token, for any number of them
+        return None
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return None
+    factor = 1
+    for step in _steps(backend.normalizer, "normalizers") + _steps(backend.pre_tokenizer, "pretokenizers"):
+        match step:
+            case {"type": "Prepend" | "ByteLevel" | "Digits" | "Metaspace"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
+                pass
+            case {"type": "Split" | "Punctuation", "behavior": behavior} if behavior != "Removed":
+                pass
+            case {"type": "NFC"}:
+                factor = 4  # from decomposed to composed 3 at most, and from compatibility ideographs 4 to 3
+            case _:
+                return None
+    return factor
+
+
+def _steps(part: Any, parts: str) -> list[Any]:
+    """The steps of a normaliser or pre-tokeniser, as tokenizer.json describes them."""
+    if part is None:
+        return []
+    step = json.loads(part.__getstate__())
+    return list(step[parts]) if step["type"] == "Sequence" else [step]
 
 
 def _metaspace_bytes(token: str) -> bytes:

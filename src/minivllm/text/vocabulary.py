@@ -29,6 +29,8 @@ class Tokenizer:
         token_bytes: for each id the bytes it stands for; empty for ids that stand for nothing.
         special_ids: tokens that are not text (begin, end, roles …).
         strips_leading_space: a text begins with one space more than it should (SentencePiece).
+        shrinks: in how many bytes of a text one byte of its tokens may originate, where encoding normalises;
+            None: in any number.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Tokenizer:
         eos_token_id: int | None = None,
         chat_template: str | None = None,
         strips_leading_space: bool = False,
+        shrinks: int | None = 1,
     ) -> None:
         self._encode = encode
         self._token_bytes = tuple(token_bytes)
@@ -49,6 +52,10 @@ class Tokenizer:
         self.eos_token_id = eos_token_id
         self.chat_template = chat_template
         self.strips_leading_space = strips_leading_space
+        #: Bytes of text (UTF-8) that one token can stand for, at most; None: any number.
+        self.max_token_bytes = (
+            None if shrinks is None else shrinks * max(map(len, self._token_bytes), default=0)
+        )
 
     @property
     def vocab_size(self) -> int:
