@@ -136,3 +136,19 @@ def llama_backend() -> Tokenizer:
     )
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in tokens[:3]])
     return backend
+
+
+@lru_cache(maxsize=1)
+def _unfinished_characters() -> frozenset[bytes]:
+    """What UTF-8 characters begin with, but for whole ones. 64 neighbours differ in their last byte only."""
+    characters = [chr(i).encode(errors="surrogatepass") for i in range(0x80, 0x110000, 64)]
+    return frozenset(data[:n] for data in characters for n in range(1, len(data)))
+
+
+def answer_text(data: bytes) -> str:
+    """The text of an answer of these bytes: U+FFFD for ill-formed ones, without an unfinished character."""
+    for n in (3, 2, 1):
+        if data[-n:] in _unfinished_characters():
+            data = data[:-n]
+            break
+    return data.decode(errors="replace")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fakes import EOS, fake_continuation, fake_next
 from helpers_engine import Setup, answer, assert_idle, run
+from helpers_text import answer_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +42,7 @@ def test_answer_is_the_models_and_is_given_once_whole() -> None:
     expected = fake_continuation(list(b"hello"), 20, frozenset())
     completion = output.outputs[0]
     assert completion.token_ids == expected
-    assert completion.text == bytes(expected).decode(errors="replace")
+    assert completion.text == answer_text(bytes(expected))
     assert (completion.finish_reason, completion.stop_reason, completion.finished) == ("length", None, True)
     assert (completion.logprobs, completion.cumulative_logprob) == (None, None)
     assert (output.prompt, output.prompt_token_ids, output.finished) == ("hello", list(b"hello"), True)
@@ -84,7 +85,7 @@ def test_end_token_ends_it_and_stays_out_of_the_text() -> None:
     request_id = engine.add_request("xy")
     completion = run(engine)[request_id].outputs[0]
     assert completion.token_ids == first[:2]
-    assert completion.text == bytes(first[:1]).decode(errors="replace")
+    assert completion.text == answer_text(bytes(first[:1]))
     assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
 
 
@@ -95,7 +96,7 @@ def test_stop_token_ends_it_and_is_named(include: bool) -> None:
     params = SamplingParams(stop_token_ids=[first[2]], include_stop_str_in_output=include)
     completion = answer(engine, "hello", params).outputs[0]
     assert completion.token_ids == first
-    assert completion.text == bytes(first[: 3 if include else 2]).decode(errors="replace")
+    assert completion.text == answer_text(bytes(first[: 3 if include else 2]))
     assert (completion.finish_reason, completion.stop_reason) == ("stop", first[2])
 
 
@@ -163,6 +164,20 @@ def test_streams_and_whole_requests_run_together() -> None:
     assert engine.metrics().steps < 25, "they shared their steps"
     assert run(engine)[other].outputs[0].token_ids == fake_continuation(list(b"three"), 20, frozenset())
     assert engine.step() == [], "the streams' own outputs were for them alone"
+
+
+def test_character_that_max_tokens_cuts_is_left_out_of_streams_and_whole_texts() -> None:
+    cut = 0
+    for first in range(40):
+        for max_tokens in range(1, 8):
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            data = bytes(fake_continuation([first], max_tokens, frozenset()))
+            engine = Setup().engine()
+            whole = answer(engine, [first], params).outputs[0]
+            assert whole.text == answer_text(data)
+            assert joined(list(engine.stream([first], params)))[0] == whole.text
+            cut += whole.text != data.decode(errors="replace")
+    assert cut > 10
 
 
 def test_closing_a_stream_aborts_its_request() -> None:

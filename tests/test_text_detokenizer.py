@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers_text import byte_level_backend, byte_level_metadata, sentencepiece_metadata
+from helpers_text import answer_text, byte_level_backend, byte_level_metadata, sentencepiece_metadata
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +27,12 @@ def stream(
     return [*pieces, detokenizer.finish()], detokenizer
 
 
+def expected_text(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
+    skipped = tokenizer.special_ids if skip else ()
+    data = b"".join(tokenizer.token_bytes(token_id) for token_id in ids if token_id not in skipped)
+    return answer_text(data.removeprefix(b" ") if tokenizer.strips_leading_space else data)
+
+
 @settings(deadline=None)
 @given(st.sampled_from([BYTE_LEVEL, SENTENCEPIECE, CHARACTERS]), st.data())
 def test_pieces_joined_are_the_whole(tokenizer: Tokenizer, data: st.DataObject) -> None:
@@ -34,7 +40,7 @@ def test_pieces_joined_are_the_whole(tokenizer: Tokenizer, data: st.DataObject) 
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=20))
     for skip in (True, False):
         pieces, detokenizer = stream(tokenizer, ids, skip_special_tokens=skip)
-        assert "".join(pieces) == detokenizer.text == tokenizer.decode(ids, skip)
+        assert "".join(pieces) == detokenizer.text == expected_text(tokenizer, ids, skip)
         assert detokenizer.num_tokens == len(ids)
 
 
@@ -51,10 +57,24 @@ def test_every_piece_is_whole_characters(prompt: str, text: str) -> None:
     assert pieces == [*expected, ""]
 
 
-def test_unfinished_characters_appear_at_the_end_only() -> None:
+@pytest.mark.parametrize("data", [b"\xf0\x9f\x98", b"a\xe6\xbc", b"\xc3", b"\xed\x9f"])
+def test_unfinished_character_at_the_end_is_left_out(data: bytes) -> None:
+    alphabet = {BYTE_LEVEL.token_bytes(i): i for i in range(BYTE_LEVEL.vocab_size)}
+    for stop in ((), ("a\xe9",)):
+        pieces, _ = stream(BYTE_LEVEL, [alphabet[bytes([byte])] for byte in data], stop=stop)
+        assert "".join(pieces) == ("a" if data.startswith(b"a") else "")
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"\x80", b"\xe0\x80", b"\xf4\x90", b"\xc0"])
+def test_bytes_that_no_character_has_are_replaced_even_at_the_end(data: bytes) -> None:
+    alphabet = {BYTE_LEVEL.token_bytes(i): i for i in range(BYTE_LEVEL.vocab_size)}
+    pieces, _ = stream(BYTE_LEVEL, [alphabet[bytes([byte])] for byte in data])
+    assert "".join(pieces) == data.decode(errors="replace") != ""
+
+
+def test_unfinished_characters_are_replaced_when_they_are_seen_to_be() -> None:
     alphabet = {BYTE_LEVEL.token_bytes(i): i for i in range(BYTE_LEVEL.vocab_size)}
     first_three = [alphabet[bytes([byte])] for byte in "😀".encode()[:3]]
-    assert stream(BYTE_LEVEL, first_three)[0] == ["", "", "", "\ufffd"]
     # The next byte shows that they will never be a character.
     assert stream(BYTE_LEVEL, [*first_three, alphabet[b"a"]])[0] == ["", "", "", "\ufffda", ""]
 
@@ -111,9 +131,9 @@ def test_several_tokens_at_once_end_with_the_one_that_completes_it() -> None:
         detokenizer.push(ids)
 
 
-def test_a_stop_string_of_ill_formed_bytes_is_found_at_the_end() -> None:
+def test_a_stop_string_of_ill_formed_bytes_is_found() -> None:
     alphabet = {BYTE_LEVEL.token_bytes(i): i for i in range(BYTE_LEVEL.vocab_size)}
-    pieces, detokenizer = stream(BYTE_LEVEL, [alphabet[b"a"], alphabet[b"\xe2"]], stop="\ufffd")
+    pieces, detokenizer = stream(BYTE_LEVEL, [alphabet[b"a"], alphabet[b"\xff"]], stop="\ufffd")
     assert pieces == ["a", "", ""]
     assert detokenizer.stopped == "\ufffd"
 

@@ -21,7 +21,9 @@ class CompletionOutput:
     index: int
     text: str
     """Without the token or string that ended it, unless ``include_stop_str_in_output``. Empty without a
-    tokenizer. A streamed piece never ends within a character, nor within what may become a stop string."""
+    tokenizer. A streamed piece never ends within a character, nor within what may become a stop string.
+    U+FFFD stands for bytes that are no UTF-8, whatever follows them; the first bytes of a character that the
+    end of the answer (as max_tokens) leaves unfinished are left out, in a stream as in a whole text."""
     token_ids: list[int]  #: all generated tokens, the one that ended it included
     cumulative_logprob: (
         float | None

@@ -20,7 +20,8 @@ class IncrementalDetokenizer:
     """Owner of one sequence's output text.
 
     The pieces that ``push`` and ``finish`` return, joined, are ``tokenizer.decode`` of all tokens pushed,
-    cut at the stop string that was found, if any. The time for a token does not grow with the text.
+    cut at the stop string that was found, if any, and without a character that the end leaves unfinished.
+    The time for a token does not grow with the text.
 
     Args:
         prompt_token_ids: decides only whether the output continues a text or begins one.
@@ -69,15 +70,10 @@ class IncrementalDetokenizer:
         return self._returned(piece)
 
     def finish(self) -> str:
-        """No more tokens will come: return what was held back, an unfinished character as U+FFFD."""
-        if self._finished or self.stopped is not None:
-            self._finished = True
-            return ""
+        """No more tokens will come: return what was held back, but no part of a character."""
+        held_back = not self._finished and self._stops is not None and self.stopped is None
         self._finished = True
-        piece = self._certain(self._decoder.decode(b"", final=True))
-        if self._stops and self.stopped is None:
-            piece += self._stops.release()
-        return self._returned(piece)
+        return self._returned(self._stops.release()) if held_back and self._stops else ""
 
     def _bytes(self, token_id: int) -> bytes:
         if token_id in self._skipped:
