@@ -200,10 +200,10 @@ void Decoder::matmul(const PackedMatrix& m, const AlignedBuffer& x, int64_t x_ro
                      Epilogue epilogue, AlignedBuffer& out, int64_t out_stride) {
     const char* input = x.as<char>() + x_row * x_stride * number_size(model_.number);
     int64_t input_row = x_stride * number_size(model_.number);
-    const Input wanted = kernels_.inputs[static_cast<size_t>(m.format)];
+    const Input wanted = input_of(m.format);
     if (wanted != (model_.number == Number::f32 ? Input::f32 : Input::bf16)) {
         const int64_t row_bytes = input_bytes(wanted, m.k, kernels_.group_bytes);
-        prepared_.reserve(rows * row_bytes);
+        prepared_.reserve((rows + 15) * row_bytes);
         const Prepare prepare{model_.number, input, x_stride, m.k, wanted, prepared_.as<char>(), row_bytes};
         for_rows(rows, 8, [&](int64_t r, int64_t end) { kernels_.prepare(prepare, r, end); });
         input = prepared_.as<char>();

@@ -46,8 +46,13 @@ enum class Epilogue {
 enum class Format { f32, bf16, int8, int4 };
 
 // What a matmul kernel reads: float32 or bfloat16 rows, zero from k up to the next multiple of 32; or groups of 32
-// elements as 8-bit integers with a scale each, in a layout of the ISA's own (Kernels::group_bytes for each).
+// elements as 8-bit integers with a scale each, in a layout of the ISA's own (Kernels::group_bytes for each); memory for
+// 15 more rows must be there then.
 enum class Input { f32, bf16, groups };
+
+static inline constexpr Input input_of(Format format) {
+    return format == Format::f32 ? Input::f32 : format == Format::bf16 ? Input::bf16 : Input::groups;
+}
 
 // Rows of float32 or bfloat16 into rows of an Input.
 struct Prepare {
@@ -63,7 +68,7 @@ struct Prepare {
 // One packed matrix times the rows of x. A unit is a panel of outputs, or a gate panel and its up panel.
 struct Matmul {
     Format format;
-    const void* x;  // [rows], x_bytes apart, as Kernels::inputs says
+    const void* x;  // [rows], x_bytes apart, as input_of says
     int64_t x_bytes;
     const void* panels;
     int64_t k;
@@ -141,7 +146,6 @@ struct Kernels {
     const char* isa;
 
     bool bf16_tiles;      // the layout of Format::bf16
-    Input inputs[4];      // what a matmul of each Format reads
     int64_t group_bytes;  // of a group of an Input::groups row
     void (*prepare)(const Prepare&, int64_t row, int64_t row_end);
     // rows [row, row_end) and units [unit, unit_end). Scratch: matmul_scratch_size bytes, aligned to 64.

@@ -74,8 +74,13 @@ static void int_tile(const char* x, int64_t x_bytes, const char* panel, int64_t 
     for (int64_t output = 0; output < kPanel; output += V * kWidth) {
         vf acc[R][V] = {};
         for (int64_t g = 0; g < groups; g++) {
-            const Group* a[R];
-            for (int r = 0; r < R; r++) a[r] = reinterpret_cast<const Group*>(x + r * x_bytes) + g;
+            const Quant* a[R];
+            const GroupScale* a_scale[R];
+            UNROLL
+            for (int r = 0; r < R; r++) {
+                a[r] = reinterpret_cast<const Quant*>(x + r * x_bytes) + g * kGroup;
+                a_scale[r] = reinterpret_cast<const GroupScale*>(x + r * x_bytes + groups * kGroup * static_cast<int64_t>(sizeof(Quant))) + g;
+            }
             const char* group = panel + g * (Four_bits ? kGroupBytes4 : kGroupBytes8);
             const auto* scales = reinterpret_cast<const uint16_t*>(group + kPanel * (Four_bits ? kGroup / 2 : kGroup));
             UNROLL
@@ -83,29 +88,29 @@ static void int_tile(const char* x, int64_t x_bytes, const char* panel, int64_t 
                 const int64_t lane = output + v * kWidth;
                 vi sum[R];
                 UNROLL
-                for (int r = 0; r < R; r++) sum[r] = splat(Four_bits ? 0 : -128 * a[r]->sum);
+                for (int r = 0; r < R; r++) sum[r] = Four_bits ? vi{} : splat(a_scale[r]->offset);
                 UNROLL
                 for (int i = 0; i < (Four_bits ? 4 : 8); i++) {
                     const vu w = load_as<vu>(group + (i * kPanel + lane) * 4);
                     UNROLL
                     for (int r = 0; r < R; r++) {
                         if (Four_bits) {
-                            sum[r] = dot(sum[r], w & 0x0f0f0f0fu, four(a[r]->q + 4 * i));
-                            sum[r] = dot(sum[r], (w >> 4) & 0x0f0f0f0fu, four(a[r]->q + 16 + 4 * i));
+                            sum[r] = dot(sum[r], w & 0x0f0f0f0fu, four(a[r] + 4 * i));
+                            sum[r] = dot(sum[r], (w >> 4) & 0x0f0f0f0fu, four(a[r] + 16 + 4 * i));
                         } else {
-                            sum[r] = dot(sum[r], w, four(a[r]->q + 4 * i));
+                            sum[r] = dot(sum[r], w, four(a[r] + 4 * i));
                         }
                     }
                 }
                 const vf scale = widen_half(scales + lane);
                 UNROLL
                 for (int r = 0; r < R; r++)
-                    acc[r][v] = fma(__builtin_convertvector(sum[r], vf), scale * a[r]->scale, acc[r][v]);
+                    acc[r][v] = fma(__builtin_convertvector(sum[r], vf), scale * a_scale[r]->scale, acc[r][v]);
                 if (!Four_bits) continue;
                 const vf minimum = widen_half(scales + kPanel + lane);
                 UNROLL
                 for (int r = 0; r < R; r++)
-                    acc[r][v] = fma(minimum, splat(a[r]->scale * static_cast<float>(a[r]->sum)), acc[r][v]);
+                    acc[r][v] = fma(minimum, splat(a_scale[r]->sum), acc[r][v]);
             }
         }
         UNROLL

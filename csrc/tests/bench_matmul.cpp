@@ -76,7 +76,7 @@ void bench(const Kernels& kernels, ThreadPool& pool, Format format, const char* 
         }
     const Number number = format == Format::f32 ? Number::f32 : Number::bf16;
     for (int64_t rows : rows_list) {
-        AlignedBuffer x(rows * 1536 * 4), prepared(rows * 1536 * 4), out(rows * 3072 * 4);
+        AlignedBuffer x(rows * 1536 * 4), prepared((rows + 15) * 1536 * 4), out(rows * 3072 * 4);
         std::vector<AlignedBuffer> scratch;
         for (int t = 0; t < pool.num_threads(); t++) scratch.emplace_back(matmul_scratch_size(1536));
         std::vector<double> times;
@@ -87,7 +87,7 @@ void bench(const Kernels& kernels, ThreadPool& pool, Format format, const char* 
             for (size_t i = 0; i < matrices.size(); i++) {
                 const PackedMatrix& m = matrices[i];
                 const Shape& s = kShapes[i % 4];
-                const Input input = kernels.inputs[static_cast<size_t>(format)];
+                const Input input = input_of(format);
                 const int64_t row_bytes = input_bytes(input, m.k, kernels.group_bytes);
                 const Prepare prepare{number, x.as<char>(), m.k, m.k, input, prepared.as<char>(), row_bytes};
                 if (input == Input::groups) {
