@@ -209,12 +209,13 @@ void Decoder::matmul(const PackedMatrix& m, const AlignedBuffer& x, int64_t x_ro
         input = prepared_.as<char>();
         input_row = row_bytes;
     }
-    const Matmul job{m.format,         input,         input_row, m.panels(), m.k, m.bias.as<float>(), epilogue,
-                     model_.config.activation, model_.number, out.as<char>(), out_stride};
     const int64_t units = m.num_panels / (epilogue == Epilogue::activate_gated ? 2 : 1);
     const int64_t row_pieces = ceil_div(rows, kernels_.matmul_rows(m.format, m.k)), row_grain = ceil_div(rows, row_pieces);
     // Pieces small enough that the threads end together, large enough that claiming them costs nothing.
     const int64_t unit_grain = std::max<int64_t>(1, units * row_pieces / (16 * threads_.num_threads()));
+    const Matmul job{m.format,         input,         input_row, m.panels(), m.k, m.bias.as<float>(), epilogue,
+                     model_.config.activation, model_.number, out.as<char>(), out_stride, units,
+                     std::max<int64_t>(1, threads_.num_threads() * unit_grain / row_pieces)};
     threads_.run(row_pieces * ceil_div(units, unit_grain), [&](int64_t piece, int thread) {
         const int64_t row = piece % row_pieces * row_grain, unit = piece / row_pieces * unit_grain;
         kernels_.matmul(job, row, std::min(rows, row + row_grain), unit, std::min(units, unit + unit_grain),

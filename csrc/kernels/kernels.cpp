@@ -49,7 +49,10 @@ const Kernels MINIVLLM_TABLE(MINIVLLM_ISA) = {
     attend_split,
     merge_splits,
     argmax,
+    relative,
     exp_double,
+    exp_sums,
+    find_from,
     activate_all,
 };
 

@@ -72,15 +72,6 @@ INLINE void add_wide(const char* x, int64_t x_bytes, const char* b, const char* 
     }
 }
 
-// Memory that is about to be needed, fetched a bit in each step of a loop.
-struct Fetch {
-    const char *next, *end;
-    int64_t lines;  // in each step
-    INLINE void some(Fetch& f) {
-        for (int64_t i = 0; i < f.lines && f.next < f.end; i++, f.next += 64) __builtin_prefetch(f.next, 0, 2);
-    }
-};
-
 // A block of sums whose epilogue is still to be done: a few rows in each step of the next block, while the tiles work.
 struct Pending {
     int64_t row = 0, rows = 0, unit = 0;
@@ -158,7 +149,7 @@ INLINE void for_blocks(const Matmul& m, int64_t row, int64_t row_end, int64_t un
     int turn = 0;
     Pending pending;
     for (int64_t p = unit * panels; p < unit_end * panels; p++) {
-        next_panel(p, p + 1 < unit_end * panels);
+        next_panel(p);
         for (int64_t r = row; r < row_end; r += block_rows) {
             const int64_t rows = row_end - r < block_rows ? row_end - r : block_rows;
             float* gate = gates + (r - row) * kPanel;
@@ -183,9 +174,9 @@ static void many_rows(const Matmul& m, int64_t row, int64_t row_end, int64_t uni
     int64_t configured = 0;
     for_blocks(
         m, row, row_end, unit, unit_end, 32, reinterpret_cast<float*>(scratch),
-        [&](int64_t p, bool more) {
+        [&](int64_t p) {
             panel = static_cast<const char*>(m.panels) + p * panel_size;
-            fetch = {panel + panel_size, panel + (more ? 2 : 1) * panel_size, (panel_size / 64 - 1) / (blocks * steps) + 1};
+            fetch = fetch_next(m, panel_size, unit, unit_end, p, 1, 2 * blocks, (steps + 1) / 2);
         },
         [&](int64_t r, int64_t rows, float* to, Pending& pending) {
             if (rows != configured) configure_tiles(configured = rows, false);
@@ -293,10 +284,9 @@ static void matmul_int_tiles(const Matmul& m, int64_t row, int64_t row_end, int6
         Fetch fetch;
         for_blocks(
             m, row, end, unit, unit_end, 16, gates,
-            [&](int64_t p, bool more) {
+            [&](int64_t p) {
                 panel = static_cast<const char*>(m.panels) + p * panel_size;
-                fetch = {panel + panel_size, panel + (more ? 2 : 1) * panel_size,
-                         (panel_size / 64 - 1) / (2 * blocks * groups) + 1};
+                fetch = fetch_next(m, panel_size, unit, unit_end, p, 1, 2 * blocks, groups);
                 unpack_panel<Four_bits>(panel, groups, unpacked);
                 memory_is_read();
             },
