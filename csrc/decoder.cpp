@@ -201,21 +201,22 @@ void Decoder::matmul(const PackedMatrix& m, const AlignedBuffer& x, int64_t x_ro
                      Epilogue epilogue, AlignedBuffer& out, int64_t out_stride) {
     const char* input = x.as<char>() + x_row * x_stride * number_size(model_.number);
     int64_t input_row = x_stride * number_size(model_.number);
-    const Input wanted = kernels_.inputs[static_cast<size_t>(m.format)];
+    const Input wanted = input_of(m.format);
     if (wanted != (model_.number == Number::f32 ? Input::f32 : Input::bf16)) {
         const int64_t row_bytes = input_bytes(wanted, m.k, kernels_.group_bytes);
-        prepared_.reserve(rows * row_bytes);
+        prepared_.reserve((rows + 15) * row_bytes);
         const Prepare prepare{model_.number, input, x_stride, m.k, wanted, prepared_.as<char>(), row_bytes};
         for_rows(rows, 8, [&](int64_t r, int64_t end) { kernels_.prepare(prepare, r, end); });
         input = prepared_.as<char>();
         input_row = row_bytes;
     }
-    const Matmul job{m.format,         input,         input_row, m.panels(), m.k, m.bias.as<float>(), epilogue,
-                     model_.config.activation, model_.number, out.as<char>(), out_stride};
     const int64_t units = m.num_panels / (epilogue == Epilogue::activate_gated ? 2 : 1);
     const int64_t row_pieces = ceil_div(rows, kernels_.matmul_rows(m.format, m.k)), row_grain = ceil_div(rows, row_pieces);
     // Pieces small enough that the threads end together, large enough that claiming them costs nothing.
     const int64_t unit_grain = std::max<int64_t>(1, units * row_pieces / (16 * threads_.num_threads()));
+    const Matmul job{m.format,         input,         input_row, m.panels(), m.k, m.bias.as<float>(), epilogue,
+                     model_.config.activation, model_.number, out.as<char>(), out_stride, units,
+                     std::max<int64_t>(1, threads_.num_threads() * unit_grain / row_pieces)};
     threads_.run(row_pieces * ceil_div(units, unit_grain), [&](int64_t piece, int thread) {
         const int64_t row = piece % row_pieces * row_grain, unit = piece / row_pieces * unit_grain;
         kernels_.matmul(job, row, std::min(rows, row + row_grain), unit, std::min(units, unit + unit_grain),

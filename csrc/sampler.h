@@ -1,5 +1,6 @@
 // The sampler: one row of logits → a token, and the logprobs asked for. minivllm/sampler.py defines it; this is its
-// fast twin. Sums run in another order than there (blocks of lanes), so they may differ in the last bits of a double.
+// fast twin. It divides by the temperature by way of a factor, and its sums run in another order (blocks of lanes), so
+// both may differ in the last bits of a double.
 #pragma once
 
 #include <cstdint>
@@ -52,15 +53,24 @@ public:
     bool sample(const float* logits, const SamplingBatch& batch, int64_t row, StepResult& result);
 
 private:
-    int64_t draw(const float* logits, const SamplingBatch& batch, int64_t row);
-    void write_logprobs(const float* logits, int64_t row, int64_t token, int64_t num_top, StepResult& result);
-    void keep_top_p(double p);
-    void keep_ids();
+    int64_t draw(const float* logits, int64_t largest, const SamplingBatch& batch, int64_t row);
+    void write_logprobs(const float* logits, int64_t largest, int64_t row, int64_t token, int64_t num_top,
+                        StepResult& result);
+    double sum_weights();
+    void find_likeliest(int64_t count);
+    void find_at_least(double least);
+    double weigh_found();
+    bool keep_top_p(double p, double total);
+    void keep_top_p_of_all(double target);
+    int64_t draw_among_all(double target, int64_t likeliest);
+    int64_t draw_among_found(double u);
 
     const Kernels* kernels_;
     int64_t vocab_size_;
-    std::vector<double> x_, weights_;
-    std::vector<int32_t> ids_;
+    std::vector<double> x_;        // [vocabulary]
+    std::vector<double> sums_;     // of weights e^x, block by block
+    std::vector<double> weights_;  // of the tokens in ids_, or of a block
+    std::vector<int32_t> ids_;     // tokens that were found
 };
 
 // The random number in [0, 1) that belongs to these numbers: Philox4x32-10 with the seed as its key.

@@ -41,8 +41,8 @@ bool is_intel() {
 bool may_use_tiles() {
 #if defined(MINIVLLM_AMX) && defined(__linux__)
     const uint32_t features = CpuId(7, 0).d;
-    const bool has = (features >> 22 & 1) && (features >> 24 & 1);  // AMX-BF16, AMX-TILE
-    constexpr int request = 0x1023, tile_data = 18;                  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    const bool has = (features >> 22 & 1) && (features >> 24 & 3) == 3;  // AMX-BF16, AMX-TILE, AMX-INT8
+    constexpr int request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static const bool granted = has && syscall(SYS_arch_prctl, request, tile_data) == 0;
     return granted;
 #else
@@ -111,13 +111,13 @@ int64_t panel_bytes(Format format, int64_t k, bool bf16_tiles) {
 
 int64_t input_bytes(Input input, int64_t k, int64_t group_bytes) {
     const int64_t groups = (k + kGroup - 1) / kGroup;
-    return groups * (input == Input::groups ? group_bytes : kGroup * (input == Input::f32 ? 4 : 2));
+    const int64_t bytes = groups * (input == Input::groups ? group_bytes : kGroup * (input == Input::f32 ? 4 : 2));
+    return (bytes + 63) / 64 * 64;
 }
 
 int64_t matmul_scratch_size(int64_t k) {
-    // matmul_amx.inl: the gate outputs of a slab of rows, and a panel expanded to bfloat16 (or two pairs of chunks).
-    const int64_t groups = (k + kGroup - 1) / kGroup;
-    return 512 * kPanel * 4 + (groups < 16 ? 16 : groups) * kGroup * kPanel * 2;
+    // matmul_amx.inl: the gate outputs of a slab of rows, and an unpacked panel.
+    return 512 * kPanel * 4 + (k + kGroup - 1) / kGroup * kGroup * kPanel;
 }
 
 int64_t attention_scratch_size(int64_t queries, int64_t head_dim) {

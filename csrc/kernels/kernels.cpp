@@ -39,8 +39,7 @@ extern const Kernels MINIVLLM_TABLE(MINIVLLM_ISA);
 const Kernels MINIVLLM_TABLE(MINIVLLM_ISA) = {
     MINIVLLM_NAME(MINIVLLM_ISA),
     kTiled,
-    {Input::f32, Input::bf16, kTiled ? Input::bf16 : Input::groups, kTiled ? Input::bf16 : Input::groups},
-    sizeof(Group),
+    sizeof(Quant) * kGroup + sizeof(GroupScale),
     prepare,
     matmul,
     matmul_rows,
@@ -50,7 +49,10 @@ const Kernels MINIVLLM_TABLE(MINIVLLM_ISA) = {
     attend_split,
     merge_splits,
     argmax,
+    relative,
     exp_double,
+    exp_sums,
+    find_from,
     activate_all,
 };
 

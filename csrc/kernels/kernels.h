@@ -18,6 +18,7 @@ namespace minivllm {
 constexpr int64_t kPanel = 32;         // outputs in a panel of a packed matrix
 constexpr int64_t kGroup = 32;         // quantised weights (along k) that share a scale
 constexpr int64_t kKeyTile = 128;       // keys that attention takes at a time, at multiples of 128
+constexpr int64_t kExpBlock = 64;       // exponentials that are summed up apart
 constexpr int64_t kContextSplit = 512;  // keys that are summed up apart and then merged in order
 
 static inline constexpr int64_t padded(int64_t size) { return (size + kPanel - 1) / kPanel * kPanel; }
@@ -46,8 +47,13 @@ enum class Epilogue {
 enum class Format { f32, bf16, int8, int4 };
 
 // What a matmul kernel reads: float32 or bfloat16 rows, zero from k up to the next multiple of 32; or groups of 32
-// elements as 8-bit integers with a scale each, in a layout of the ISA's own (Kernels::group_bytes for each).
+// elements as 8-bit integers with a scale each, in a layout of the ISA's own (Kernels::group_bytes for each); memory for
+// 15 more rows must be there then.
 enum class Input { f32, bf16, groups };
+
+static inline constexpr Input input_of(Format format) {
+    return format == Format::f32 ? Input::f32 : format == Format::bf16 ? Input::bf16 : Input::groups;
+}
 
 // Rows of float32 or bfloat16 into rows of an Input.
 struct Prepare {
@@ -63,7 +69,7 @@ struct Prepare {
 // One packed matrix times the rows of x. A unit is a panel of outputs, or a gate panel and its up panel.
 struct Matmul {
     Format format;
-    const void* x;  // [rows], x_bytes apart, as Kernels::inputs says
+    const void* x;  // [rows], x_bytes apart, as input_of says
     int64_t x_bytes;
     const void* panels;
     int64_t k;
@@ -73,6 +79,9 @@ struct Matmul {
     Number number;          // of out, likewise; else it is float32
     void* out;              // [rows][out_stride]
     int64_t out_stride;
+    // Only for speed: how many units there are, and how far from one call's first unit to that of the next call on the
+    // same thread (a guess; 0: none), whose weights are then fetched in time.
+    int64_t num_units = 0, next_call = 0;
 };
 
 struct NormRows {
@@ -141,7 +150,6 @@ struct Kernels {
     const char* isa;
 
     bool bf16_tiles;      // the layout of Format::bf16
-    Input inputs[4];      // what a matmul of each Format reads
     int64_t group_bytes;  // of a group of an Input::groups row
     void (*prepare)(const Prepare&, int64_t row, int64_t row_end);
     // rows [row, row_end) and units [unit, unit_end). Scratch: matmul_scratch_size bytes, aligned to 64.
@@ -164,8 +172,14 @@ struct Kernels {
 
     // Index of the largest of n ≥ 1 logits, the first of equals; −1 if one is NaN or +inf or all are −inf.
     int64_t (*argmax)(const float* x, int64_t n);
+    // For the sampler, in double. out[i] = x[i] · factor − shift.
+    void (*relative)(const float* x, double factor, double shift, double* out, int64_t n);
     // out[i] = exp(x[i] − shift); x ≤ shift; out may be x.
     void (*exp_double)(const double* x, double shift, double* out, int64_t n);
+    // The same summed up over each kExpBlock of them: sums[ceil(n / kExpBlock)].
+    void (*exp_sums)(const double* x, double shift, double* sums, int64_t n);
+    // The first i ≥ start with x[i] ≥ least, or n.
+    int64_t (*find_from)(const double* x, int64_t start, int64_t n, double least);
 
     // The activation itself, for tests: out[i] = act(x[i]).
     void (*activate)(Activation, const float* x, float* out, int64_t n);

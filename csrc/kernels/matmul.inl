@@ -80,15 +80,43 @@ INLINE void add_panels(const uint16_t* a, int64_t lda, const uint16_t* b, int64_
     }
 }
 
+// Memory that is about to be needed, fetched a bit in each step of a loop.
+struct Fetch {
+    const char *next, *end;
+    int64_t lines;  // in each step
+    INLINE void some(Fetch& f) {
+        for (int64_t i = 0; i < f.lines && f.next < f.end; i++, f.next += 64) __builtin_prefetch(f.next, 0, 2);
+    }
+};
+
+// The panels that come after panels [first, first + count) of a call for units [unit, unit_end), fetched while the rows
+// go past those: in `steps` steps for each of the row tiles. A single tile reads at the speed of memory by itself.
+INLINE Fetch fetch_next(const Matmul& m, int64_t panel_bytes, int64_t unit, int64_t unit_end, int64_t first, int64_t count,
+                        int64_t row_tiles, int64_t steps) {
+    const int64_t per_unit = m.epilogue == Epilogue::activate_gated ? 2 : 1;
+    int64_t next = first + count;
+    if (next >= unit_end * per_unit) next = m.next_call > 0 ? (unit + m.next_call) * per_unit : m.num_units * per_unit;
+    if (next >= m.num_units * per_unit || row_tiles < 2) return {nullptr, nullptr, 0};
+    const char* from = static_cast<const char*>(m.panels) + next * panel_bytes;
+    const int64_t left = m.num_units * per_unit - next, bytes = (count < left ? count : left) * panel_bytes;
+    return {from, from + bytes, (bytes / 64 - 1) / (row_tiles * steps) + 1};
+}
+
+constexpr int64_t kFetchStep = 64;  // of k
+
 // tile [panels][R][kPanel] = x (R rows) times one or two panels.
 template <class T, int R, int P>
-static void panel_tile(const T* x, int64_t stride, const T* panels, int64_t k, float* tile) {
+static void panel_tile(const T* x, int64_t stride, const T* panels, int64_t k, float* tile, Fetch& fetch) {
     constexpr int V = tile_vectors<R>() * P / tile_panels<R>();
     constexpr int64_t scale = sizeof(T) == 2 ? 2 : 1;  // elements of a panel row for each output
     const int64_t panel_size = kPanel * (sizeof(T) == 2 ? (k + 1) / 2 * 2 : k);
     for (int64_t output = 0; output < P * kPanel; output += V * kWidth) {
         vf acc[R][V] = {};
-        add_panels<R, V>(x, stride, panels + output * scale, panel_size, k, acc);
+        for (int64_t i = 0; i < k; i += kFetchStep) {
+            const int64_t size = k - i < kFetchStep ? k - i : kFetchStep;
+            add_panels<R, V>(x + i, stride, panels + output * scale + i * kPanel, panel_size, size, acc);
+            Fetch::some(fetch);
+        }
         UNROLL
         for (int r = 0; r < R; r++)
             UNROLL
@@ -98,14 +126,14 @@ static void panel_tile(const T* x, int64_t stride, const T* panels, int64_t k, f
 }
 
 template <class T, int P>
-static void panel_tile(int64_t rows, const T* x, int64_t stride, const T* panels, int64_t k, float* tile) {
+static void panel_tile(int64_t rows, const T* x, int64_t stride, const T* panels, int64_t k, float* tile, Fetch& fetch) {
     switch (rows) {
-        case 1: return panel_tile<T, 1, P>(x, stride, panels, k, tile);
-        case 2: return panel_tile<T, 2, P>(x, stride, panels, k, tile);
-        case 3: return panel_tile<T, 3, P>(x, stride, panels, k, tile);
-        case 4: return panel_tile<T, 4, P>(x, stride, panels, k, tile);
-        case 5: return panel_tile<T, 5, P>(x, stride, panels, k, tile);
-        default: return panel_tile<T, 6, P>(x, stride, panels, k, tile);
+        case 1: return panel_tile<T, 1, P>(x, stride, panels, k, tile, fetch);
+        case 2: return panel_tile<T, 2, P>(x, stride, panels, k, tile, fetch);
+        case 3: return panel_tile<T, 3, P>(x, stride, panels, k, tile, fetch);
+        case 4: return panel_tile<T, 4, P>(x, stride, panels, k, tile, fetch);
+        case 5: return panel_tile<T, 5, P>(x, stride, panels, k, tile, fetch);
+        default: return panel_tile<T, 6, P>(x, stride, panels, k, tile, fetch);
     }
 }
 
@@ -177,14 +205,16 @@ static void matmul_fma(const Matmul& m, int64_t row, int64_t row_end, int64_t un
     // Panels stay in the cache while the rows go past them.
     for_panels(m, unit, unit_end, [&](int64_t at, int64_t first, int panels) {
         const T* panel = static_cast<const T*>(m.panels) + first * panel_size;
+        Fetch fetch = fetch_next(m, panel_size * static_cast<int64_t>(sizeof(T)), unit, unit_end, first, panels,
+                                 (row_end - row + kTileRows - 1) / kTileRows, (m.k + kFetchStep - 1) / kFetchStep);
         for (int64_t r = row; r < row_end;) {
             const int64_t rows = next_rows(row_end - r, kTileRows);
             const T* x = static_cast<const T*>(m.x) + r * stride;
             if (panels == tile_panels<1>()) {
-                panel_tile<T, tile_panels<1>()>(rows, x, stride, panel, m.k, tile);
+                panel_tile<T, tile_panels<1>()>(rows, x, stride, panel, m.k, tile, fetch);
             } else {
-                panel_tile<T, 1>(rows, x, stride, panel, m.k, tile);
-                if (panels == 2) panel_tile<T, 1>(rows, x, stride, panel + panel_size, m.k, tile + rows * kPanel);
+                panel_tile<T, 1>(rows, x, stride, panel, m.k, tile, fetch);
+                if (panels == 2) panel_tile<T, 1>(rows, x, stride, panel + panel_size, m.k, tile + rows * kPanel, fetch);
             }
             finish_panels(m, r, rows, at, panels, tile);
             r += rows;

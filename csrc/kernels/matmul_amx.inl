@@ -1,48 +1,64 @@
-// Packed matmul on AMX tiles: TDPBF16PS for every number of rows, 32 of k at a time in ascending order, so that all
-// tile heights agree bit for bit. 8- and 4-bit weights become bfloat16 (each rounded once) in scratch memory that
-// stays in the cache. Part of kernels.cpp.
+// Packed matmul on AMX tiles. Part of kernels.cpp.
 //
-// What the instruction does (Intel SDM): for each output, the even and the odd k of the 32 are summed up apart, from
-// zero; then both sums are added to the output. Subnormal numbers count as zero.
+// bfloat16: TDPBF16PS for every number of rows, 32 of k at a time in ascending order, so that all tile heights agree bit
+// for bit. (Intel SDM: for each output, the even and the odd k of the 32 are summed up apart, from zero; then both sums
+// are added to the output. Subnormal numbers count as zero.)
+// 8 and 4 bits: TDPBSSD sums up the products of a group, which is exact, and what follows is done as matmul_int.inl does
+// it; so the two agree bit for bit, and few rows are left to that one.
 
 // A tile holds 16 rows of 64 bytes: float32 sums [16 rows][16 outputs], activations [16 rows][32 k], weights [16 pairs
 // of k][16 outputs][2].
 constexpr int64_t kTile = 1024, kPanelStep = 2 * kTile;  // bytes; of a panel for 32 of k
 constexpr int64_t kSlabRows = 512;                       // rows whose gate outputs wait for the up panel
-constexpr int64_t kChunk = 4;                            // steps that are expanded at a time for few rows
+constexpr int64_t kFewRows = 16;                         // quantised: not worth tiles
 
 // The compiler does not know that tile instructions read memory.
 INLINE void memory_is_read() { asm volatile("" ::: "memory"); }
 
-// Tiles 0 … 3 for sums, 4 and 5 for activations, 6 and 7 for weights; of the activations' rows, up to 16 in tiles 0, 1
-// and 4, the rest in 2, 3 and 5. With `wide`, tiles 2 and 3 are for the same rows as 0 and 1.
-static void configure_tiles(int64_t rows, bool wide) {
-    struct alignas(64) {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } config = {};
-    config.palette = 1;
-    const uint8_t first = static_cast<uint8_t>(rows < 16 ? rows : 16);
-    const uint8_t second = static_cast<uint8_t>(rows > 16 ? rows - 16 : wide ? first : 1);
-    const uint8_t of_tile[8] = {first, first, second, second, first, second, 16, 16};
-    for (int tile = 0; tile < 8; tile++) {
-        config.row_bytes[tile] = 64;
-        config.rows[tile] = of_tile[tile];
-    }
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+INLINE void configure(const TileConfig& config) {
     memory_is_read();
     _tile_loadconfig(&config);
 }
 
+// Tiles 0 … 3 for sums, 4 and 5 for activations, 6 and 7 for weights; of the activations' rows, up to 16 in tiles 0, 1
+// and 4, the rest in 2, 3 and 5. With `wide`, tiles 2 and 3 are for the same rows as 0 and 1.
+static void configure_tiles(int64_t rows, bool wide) {
+    const uint8_t first = static_cast<uint8_t>(rows < 16 ? rows : 16);
+    const uint8_t second = static_cast<uint8_t>(rows > 16 ? rows - 16 : wide ? first : 1);
+    const uint8_t of_tile[8] = {first, first, second, second, first, second, 16, 16};
+    TileConfig config;
+    for (int tile = 0; tile < 8; tile++) {
+        config.row_bytes[tile] = 64;
+        config.rows[tile] = of_tile[tile];
+    }
+    configure(config);
+}
+
+// Tile 0 for integer sums, 4 for 32 bytes of 16 rows, 6 for [8][16 outputs][4].
+static void configure_group_tiles() {
+    TileConfig config;
+    config.row_bytes[0] = config.row_bytes[6] = 64;
+    config.row_bytes[4] = kGroup;
+    config.rows[0] = config.rows[4] = 16;
+    config.rows[6] = kGroup / 4;
+    configure(config);
+}
+
 // Sums of up to 16 rows and one or two panels, over steps of 32 of k.
 template <int P>
-INLINE void add_wide(const char* x, int64_t x_bytes, const char* b, const char* b2, int64_t steps, int64_t ahead) {
+INLINE void add_wide(const char* x, int64_t x_bytes, const char* b, const char* b2, int64_t steps) {
+    constexpr int64_t ahead = 4096;  // bytes to prefetch at
     for (int64_t i = 0; i < steps; i++, x += 64, b += kPanelStep, b2 += kPanelStep) {
-        if (ahead > 0)
-            for (int64_t line = 0; line < kPanelStep; line += 64) {
-                __builtin_prefetch(b + ahead + line);
-                if (P == 2) __builtin_prefetch(b2 + ahead + line);
-            }
+        for (int64_t line = 0; line < kPanelStep; line += 64) {
+            __builtin_prefetch(b + ahead + line);
+            if (P == 2) __builtin_prefetch(b2 + ahead + line);
+        }
         _tile_loadd(4, x, x_bytes);
         _tile_loadd(6, b, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -56,17 +72,24 @@ INLINE void add_wide(const char* x, int64_t x_bytes, const char* b, const char* 
     }
 }
 
-// Memory that is about to be needed, fetched a bit in each step of a loop.
-struct Fetch {
-    const char *next, *end;
-    int64_t lines;  // in each step
-    INLINE void some(Fetch& f) {
-        for (int64_t i = 0; i < f.lines && f.next < f.end; i++, f.next += 64) __builtin_prefetch(f.next, 0, 2);
+// A block of sums whose epilogue is still to be done: a few rows in each step of the next block, while the tiles work.
+struct Pending {
+    int64_t row = 0, rows = 0, unit = 0;
+    const float *tile = nullptr, *up = nullptr;
+    INLINE void some(const Matmul& m, Pending& p, int64_t count) {
+        if (p.rows < count) count = p.rows;
+        if (count == 0) return;
+        finish(m, p.row, count, p.unit, p.tile, p.up);
+        p.row += count;
+        p.rows -= count;
+        p.tile += count * kPanel;
+        p.up += count * kPanel;
     }
 };
 
-// Sums of up to 32 rows (more than 16 if `two`) and one panel.
-INLINE void add_block(const char* x, int64_t x_bytes, bool two, const char* b, int64_t steps, Fetch& fetch) {
+// Sums of up to 32 rows (more than 16 if `two`) and one panel. In each step, also does some of `work`.
+template <class Work>
+INLINE void add_block(const char* x, int64_t x_bytes, bool two, const char* b, int64_t steps, const Work& work) {
     const char* x2 = x + 16 * x_bytes;
     for (int64_t i = 0; i < steps; i++, x += 64, x2 += 64, b += kPanelStep) {
         _tile_loadd(6, b, 64);
@@ -74,103 +97,23 @@ INLINE void add_block(const char* x, int64_t x_bytes, bool two, const char* b, i
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, b + kTile, 64);
         _tile_dpbf16ps(1, 4, 7);
-        Fetch::some(fetch);
-        if (!two) continue;
-        _tile_loadd(5, x2, x_bytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-}
-
-// Two vectors of weights, k even and k odd, as a row of a tile; rounded to nearest, halves upwards.
-INLINE void store_pairs(uint16_t* to, vf even, vf odd) {
-    const vu a = ((vu)even + 0x8000u) >> 16, b = ((vu)odd + 0x8000u) & 0xffff0000u;
-    store_as(to, a | b);
-}
-
-// bits | exponent as a float: an integer at bit `at` of the mantissa, plus a power of two.
-template <int at>
-INLINE vf number_at(vu bits, uint32_t mask) {
-    constexpr uint32_t exponent = static_cast<uint32_t>(127 + 23 - at) << 23;
-    return (vf)((bits & mask) | exponent);
-}
-
-// 32 of k of one packed panel as two tiles. A number at bit 8 of a float's mantissa is 2^15 too large, and so on, which
-// the fma takes off again: exactly, as scales have 11 bits.
-INLINE void expand8(const char* group, uint16_t* to) {
-    const auto* scales = reinterpret_cast<const uint16_t*>(group + kPanel * kGroup);
-    for (int tile = 0; tile < 2; tile++, to += kTile / 2) {
-        const vf d = widen_half(scales + 16 * tile), c = d * -(32768.f + 128.f);
-        UNROLL
-        for (int i = 0; i < 8; i++) {
-            const vu v = load_as<vu>(group + (i * kPanel + 16 * tile) * 4);
-            store_pairs(to + 64 * i, fma(number_at<8>(v << 8, 0xff00), d, c), fma(number_at<8>(v, 0xff00), d, c));
-            store_pairs(to + 64 * i + 32, fma(number_at<8>(v >> 8, 0xff00), d, c),
-                        fma(number_at<8>(v >> 16, 0xff00), d, c));
+        if (two) {
+            _tile_loadd(5, x2, x_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
         }
-    }
-}
-
-INLINE void expand4(const char* group, uint16_t* to) {
-    const auto* scales = reinterpret_cast<const uint16_t*>(group + kPanel * kGroup / 2);
-    for (int tile = 0; tile < 2; tile++, to += kTile / 2) {
-        const vf d = widen_half(scales + 16 * tile), m = widen_half(scales + kPanel + 16 * tile);
-        const vf low = fma(d, splat(-2048.f), m), high = fma(d, splat(-128.f), m);
-        UNROLL
-        for (int i = 0; i < 4; i++) {
-            const vu v = load_as<vu>(group + (i * kPanel + 16 * tile) * 4);
-            const vu k0 = v << 12, k1 = v << 4, k2 = v >> 4, k3 = v >> 12;
-            const auto low_number = [&](vu x) { return fma(number_at<12>(x, 0xf000), d, low); };
-            const auto high_number = [&](vu x) { return fma(number_at<16>(x, 0xf0000), d, high); };
-            store_pairs(to + 64 * i, low_number(k0), low_number(k1));
-            store_pairs(to + 64 * i + 32, low_number(k2), low_number(k3));
-            store_pairs(to + 256 + 64 * i, high_number(k0), high_number(k1));
-            store_pairs(to + 256 + 64 * i + 32, high_number(k2), high_number(k3));
-        }
-    }
-}
-
-template <Format F>
-constexpr int64_t step_bytes() {
-    return F == Format::bf16 ? kPanelStep : F == Format::int8 ? kGroupBytes8 : kGroupBytes4;
-}
-
-// `steps` of a packed panel as tiles. `ahead`: bytes to prefetch at.
-template <Format F>
-INLINE void expand(const char* from, int64_t steps, int64_t ahead, char* to) {
-    for (int64_t i = 0; i < steps; i++, from += step_bytes<F>(), to += kPanelStep) {
-        if (ahead > 0)
-            for (int64_t line = 0; line < step_bytes<F>(); line += 64) __builtin_prefetch(from + ahead + line);
-        if (F == Format::int8)
-            expand8(from, reinterpret_cast<uint16_t*>(to));
-        else
-            expand4(from, reinterpret_cast<uint16_t*>(to));
+        work();
     }
 }
 
 // tile [P][rows][kPanel] for up to 16 rows.
-template <Format F, int P>
-static void wide_tile(const char* x, int64_t x_bytes, const char* panel, int64_t steps, int64_t rows, char* scratch,
-                      float* tile) {
-    const char* panel2 = panel + steps * step_bytes<F>();
+template <int P>
+static void wide_tile(const char* x, int64_t x_bytes, const char* panel, int64_t steps, int64_t rows, float* tile) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    if (F == Format::bf16) {
-        add_wide<P>(x, x_bytes, panel, panel2, steps, 4096);
-    } else {
-        // Two halves of scratch in turn, so that writing one overlaps with reading the other.
-        for (int64_t i = 0; i < steps; i += kChunk) {
-            const int64_t count = steps - i < kChunk ? steps - i : kChunk;
-            char* b = scratch + i / kChunk % 2 * (2 * kChunk * kPanelStep);
-            char* b2 = b + kChunk * kPanelStep;
-            expand<F>(panel + i * step_bytes<F>(), count, 4096, b);
-            if (P == 2) expand<F>(panel2 + i * step_bytes<F>(), count, 4096, b2);
-            memory_is_read();
-            add_wide<P>(x + 64 * i, x_bytes, b, b2, count, 0);
-        }
-    }
+    add_wide<P>(x, x_bytes, panel, panel + steps * kPanelStep, steps);
     _tile_stored(0, tile, kPanel * 4);
     _tile_stored(1, tile + 16, kPanel * 4);
     if (P == 1) return;
@@ -178,51 +121,73 @@ static void wide_tile(const char* x, int64_t x_bytes, const char* panel, int64_t
     _tile_stored(3, tile + rows * kPanel + 16, kPanel * 4);
 }
 
-template <Format F>
-static void matmul_few(const Matmul& m, int64_t row, int64_t rows, int64_t unit, int64_t unit_end, char* scratch) {
+static void few_rows(const Matmul& m, int64_t row, int64_t rows, int64_t unit, int64_t unit_end) {
     const int64_t steps = (m.k + 31) / 32;
     const char* x = static_cast<const char*>(m.x) + row * m.x_bytes;
     alignas(64) float tile[2 * 16 * kPanel];
     configure_tiles(rows, true);
     for_panels(m, unit, unit_end, [&](int64_t at, int64_t first, int panels) {
-        const char* panel = static_cast<const char*>(m.panels) + first * steps * step_bytes<F>();
+        const char* panel = static_cast<const char*>(m.panels) + first * steps * kPanelStep;
         if (panels == 2)
-            wide_tile<F, 2>(x, m.x_bytes, panel, steps, rows, scratch, tile);
+            wide_tile<2>(x, m.x_bytes, panel, steps, rows, tile);
         else
-            wide_tile<F, 1>(x, m.x_bytes, panel, steps, rows, scratch, tile);
+            wide_tile<1>(x, m.x_bytes, panel, steps, rows, tile);
         memory_is_read();
         finish_panels(m, row, rows, at, panels, tile);
     });
 }
 
-template <Format F>
-static void matmul_many(const Matmul& m, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end, char* scratch) {
-    const int64_t steps = (m.k + 31) / 32, panel_size = steps * step_bytes<F>();
+// Panel after panel, and for each of them body(row, rows, to, pending): sums of those rows into to [rows][kPanel]; it
+// must have done what is pending before it writes. With a gate, the sums of gate panels wait in `gates`
+// [kSlabRows][kPanel] for those of the up panels.
+template <class Panel, class Body>
+INLINE void for_blocks(const Matmul& m, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end, int64_t block_rows,
+                       float* gates, const Panel& next_panel, const Body& body) {
     const bool gated = m.epilogue == Epilogue::activate_gated;
-    const int64_t panels = gated ? 2 : 1, blocks = (row_end - row + 31) / 32;
-    float* gates = reinterpret_cast<float*>(scratch);  // [rows][kPanel]
-    char* expanded = scratch + kSlabRows * kPanel * 4;
-    alignas(64) float tile[32 * kPanel];
-    int64_t configured = 0;
+    const int64_t panels = gated ? 2 : 1;
+    alignas(64) float tiles[2][32 * kPanel];
+    int turn = 0;
+    Pending pending;
     for (int64_t p = unit * panels; p < unit_end * panels; p++) {
-        const char* panel = static_cast<const char*>(m.panels) + p * panel_size;
-        Fetch fetch{panel + panel_size, panel + (p + 1 < unit_end * panels ? 2 : 1) * panel_size, 0};
-        fetch.lines = (panel_size / 64 + blocks * steps - 1) / (blocks * steps);
-        if (F != Format::bf16) {
-            expand<F>(panel, steps, 0, expanded);
-            memory_is_read();
-            panel = expanded;
+        next_panel(p);
+        for (int64_t r = row; r < row_end; r += block_rows) {
+            const int64_t rows = row_end - r < block_rows ? row_end - r : block_rows;
+            float* gate = gates + (r - row) * kPanel;
+            if (gated && p % 2 == 0) {
+                body(r, rows, gate, pending);
+                continue;
+            }
+            float* tile = tiles[turn];
+            turn = 1 - turn;
+            body(r, rows, tile, pending);
+            pending = {r, rows, p / panels, gated ? gate : tile, tile};
         }
-        for (int64_t r = row; r < row_end; r += 32) {
-            const int64_t rows = row_end - r < 32 ? row_end - r : 32;
+    }
+    Pending::some(m, pending, pending.rows);
+}
+
+static void many_rows(const Matmul& m, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end, char* scratch) {
+    const int64_t steps = (m.k + 31) / 32, panel_size = steps * kPanelStep, blocks = (row_end - row + 31) / 32;
+    const int64_t pending_rows = 31 / steps + 1;
+    const char* panel = nullptr;
+    Fetch fetch;
+    int64_t configured = 0;
+    for_blocks(
+        m, row, row_end, unit, unit_end, 32, reinterpret_cast<float*>(scratch),
+        [&](int64_t p) {
+            panel = static_cast<const char*>(m.panels) + p * panel_size;
+            fetch = fetch_next(m, panel_size, unit, unit_end, p, 1, 2 * blocks, (steps + 1) / 2);
+        },
+        [&](int64_t r, int64_t rows, float* to, Pending& pending) {
             if (rows != configured) configure_tiles(configured = rows, false);
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
             _tile_zero(3);
-            add_block(static_cast<const char*>(m.x) + r * m.x_bytes, m.x_bytes, rows > 16, panel, steps, fetch);
-            const bool gate = gated && p % 2 == 0;
-            float* to = gate ? gates + (r - row) * kPanel : tile;
+            add_block(static_cast<const char*>(m.x) + r * m.x_bytes, m.x_bytes, rows > 16, panel, steps, [&] {
+                Fetch::some(fetch);
+                Pending::some(m, pending, pending_rows);
+            });
             _tile_stored(0, to, kPanel * 4);
             _tile_stored(1, to + 16, kPanel * 4);
             if (rows > 16) {
@@ -230,22 +195,106 @@ static void matmul_many(const Matmul& m, int64_t row, int64_t row_end, int64_t u
                 _tile_stored(3, to + 16 * kPanel + 16, kPanel * 4);
             }
             memory_is_read();
-            if (gated && !gate)
-                finish(m, r, rows, p / 2, gates + (r - row) * kPanel, tile);
-            else if (!gated)
-                finish(m, r, rows, p, tile, nullptr);
+        });
+}
+
+static void matmul_bf16_tiles(const Matmul& m, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end, void* scratch) {
+    for (int64_t end; row < row_end; row = end) {
+        end = row_end - row < kSlabRows ? row_end : row + kSlabRows;
+        if (end - row <= 16)
+            few_rows(m, row, end - row, unit, unit_end);
+        else
+            many_rows(m, row, end, unit, unit_end, static_cast<char*>(scratch));
+    }
+    _tile_release();
+}
+
+// Signed bytes of a packed panel, [groups][8][kPanel][4].
+template <bool Four_bits>
+static void unpack_panel(const char* from, int64_t groups, char* to) {
+    for (int64_t g = 0; g < groups; g++, to += kGroup * kPanel) {
+        const char* group = from + g * (Four_bits ? kGroupBytes4 : kGroupBytes8);
+        UNROLL
+        for (int64_t i = 0; i < kGroup * kPanel / (Four_bits ? 2 : 1); i += 64) {
+            const vu v = load_as<vu>(group + i);
+            if (Four_bits) {
+                store_as(to + i, v & 0x0f0f0f0fu);
+                store_as(to + kGroup / 2 * kPanel + i, (v >> 4) & 0x0f0f0f0fu);
+            } else {
+                store_as(to + i, v ^ 0x80808080u);
+            }
         }
     }
 }
 
-template <Format F>
-static void matmul_tiles(const Matmul& m, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end, void* scratch) {
+// acc += what a group of the packed matrix and of 16 rows adds; sums [16][16] of the products.
+template <bool Four_bits>
+INLINE void add_group(const int32_t* sums, const char* x_scales, int64_t x_bytes, const uint16_t* scales, vf (&acc)[16]) {
+    const vf scale = widen_half(scales), minimum = Four_bits ? widen_half(scales + kPanel) : vf{};
+    UNROLL
+    for (int r = 0; r < 16; r++) {
+        const auto* x = reinterpret_cast<const GroupScale*>(x_scales + r / 4 * (4 * x_bytes) + r % 4 * x_bytes);
+        acc[r] = fma(__builtin_convertvector(load_as<vi>(sums + 16 * r), vf), scale * x->scale, acc[r]);
+        if (Four_bits) acc[r] = fma(minimum, splat(x->sum), acc[r]);
+    }
+}
+
+// tile [16][kPanel] of 16 rows and an unpacked panel.
+template <bool Four_bits>
+static void int_block(const char* x, int64_t x_bytes, const char* panel, const char* unpacked, int64_t groups, float* tile,
+                      Fetch& fetch) {
+    constexpr int64_t group_bytes = Four_bits ? kGroupBytes4 : kGroupBytes8;
+    alignas(64) int32_t sums[2][16 * 16];
+    for (int64_t half = 0; half < 2; half++) {
+        vf acc[16] = {};
+        const auto* scales = reinterpret_cast<const uint16_t*>(panel + kPanel * (Four_bits ? kGroup / 2 : kGroup)) + 16 * half;
+        const char* x_scales = x + groups * kGroup;
+        const char* b = unpacked + 64 * half;
+        // The tiles are a group ahead of the vectors.
+        for (int64_t g = 0; g <= groups; g++) {
+            if (g < groups) {
+                _tile_zero(0);
+                _tile_loadd(4, x + g * kGroup, x_bytes);
+                _tile_loadd(6, b + g * kGroup * kPanel, kPanel * 4);
+                _tile_dpbssd(0, 4, 6);
+                _tile_stored(0, sums[g % 2], 64);
+                Fetch::some(fetch);
+            }
+            if (g == 0) continue;
+            add_group<Four_bits>(sums[(g - 1) % 2], x_scales, x_bytes, scales, acc);
+            x_scales += sizeof(GroupScale);
+            scales += group_bytes / 2;
+        }
+        UNROLL
+        for (int r = 0; r < 16; r++) store(tile + r * kPanel + 16 * half, acc[r]);
+    }
+}
+
+template <bool Four_bits>
+static void matmul_int_tiles(const Matmul& m, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end, void* scratch) {
+    if (row_end - row <= kFewRows) return matmul_int<Four_bits>(m, row, row_end, unit, unit_end);
+    const int64_t groups = (m.k + kGroup - 1) / kGroup, panel_size = groups * (Four_bits ? kGroupBytes4 : kGroupBytes8);
+    float* gates = static_cast<float*>(scratch);
+    char* unpacked = static_cast<char*>(scratch) + kSlabRows * kPanel * 4;
+    configure_group_tiles();
     for (int64_t end; row < row_end; row = end) {
         end = row_end - row < kSlabRows ? row_end : row + kSlabRows;
-        if (end - row <= 16)
-            matmul_few<F>(m, row, end - row, unit, unit_end, static_cast<char*>(scratch));
-        else
-            matmul_many<F>(m, row, end, unit, unit_end, static_cast<char*>(scratch));
+        const int64_t blocks = (end - row + 15) / 16;
+        const char* panel = nullptr;
+        Fetch fetch;
+        for_blocks(
+            m, row, end, unit, unit_end, 16, gates,
+            [&](int64_t p) {
+                panel = static_cast<const char*>(m.panels) + p * panel_size;
+                fetch = fetch_next(m, panel_size, unit, unit_end, p, 1, 2 * blocks, groups);
+                unpack_panel<Four_bits>(panel, groups, unpacked);
+                memory_is_read();
+            },
+            [&](int64_t r, int64_t, float* to, Pending& pending) {
+                Pending::some(m, pending, pending.rows);
+                int_block<Four_bits>(static_cast<const char*>(m.x) + r * m.x_bytes, m.x_bytes, panel, unpacked, groups, to,
+                                     fetch);
+            });
     }
     _tile_release();
 }

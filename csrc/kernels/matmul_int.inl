@@ -68,14 +68,20 @@ constexpr int64_t kGroupBytes8 = kPanel * (kGroup + 2), kGroupBytes4 = kPanel * 
 constexpr int kIntRows = kWidth == 16 ? 6 : kWidth == 8 ? 2 : 1;
 
 template <int R, bool Four_bits>
-static void int_tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* tile) {
+static void int_tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* tile, Fetch& fetch) {
     constexpr int V = kWidth == 4 ? 2 : kPanelVectors;  // vectors of outputs at a time
     const int64_t groups = (k + kGroup - 1) / kGroup;
     for (int64_t output = 0; output < kPanel; output += V * kWidth) {
         vf acc[R][V] = {};
         for (int64_t g = 0; g < groups; g++) {
-            const Group* a[R];
-            for (int r = 0; r < R; r++) a[r] = reinterpret_cast<const Group*>(x + r * x_bytes) + g;
+            const Quant* a[R];
+            const GroupScale* a_scale[R];
+            UNROLL
+            for (int r = 0; r < R; r++) {
+                a[r] = reinterpret_cast<const Quant*>(x + r * x_bytes) + g * kGroup;
+                a_scale[r] = reinterpret_cast<const GroupScale*>(x + r * x_bytes + groups * kGroup * static_cast<int64_t>(sizeof(Quant))) + g;
+            }
+            Fetch::some(fetch);
             const char* group = panel + g * (Four_bits ? kGroupBytes4 : kGroupBytes8);
             const auto* scales = reinterpret_cast<const uint16_t*>(group + kPanel * (Four_bits ? kGroup / 2 : kGroup));
             UNROLL
@@ -83,29 +89,29 @@ static void int_tile(const char* x, int64_t x_bytes, const char* panel, int64_t 
                 const int64_t lane = output + v * kWidth;
                 vi sum[R];
                 UNROLL
-                for (int r = 0; r < R; r++) sum[r] = splat(Four_bits ? 0 : -128 * a[r]->sum);
+                for (int r = 0; r < R; r++) sum[r] = Four_bits ? vi{} : splat(a_scale[r]->offset);
                 UNROLL
                 for (int i = 0; i < (Four_bits ? 4 : 8); i++) {
                     const vu w = load_as<vu>(group + (i * kPanel + lane) * 4);
                     UNROLL
                     for (int r = 0; r < R; r++) {
                         if (Four_bits) {
-                            sum[r] = dot(sum[r], w & 0x0f0f0f0fu, four(a[r]->q + 4 * i));
-                            sum[r] = dot(sum[r], (w >> 4) & 0x0f0f0f0fu, four(a[r]->q + 16 + 4 * i));
+                            sum[r] = dot(sum[r], w & 0x0f0f0f0fu, four(a[r] + 4 * i));
+                            sum[r] = dot(sum[r], (w >> 4) & 0x0f0f0f0fu, four(a[r] + 16 + 4 * i));
                         } else {
-                            sum[r] = dot(sum[r], w, four(a[r]->q + 4 * i));
+                            sum[r] = dot(sum[r], w, four(a[r] + 4 * i));
                         }
                     }
                 }
                 const vf scale = widen_half(scales + lane);
                 UNROLL
                 for (int r = 0; r < R; r++)
-                    acc[r][v] = fma(__builtin_convertvector(sum[r], vf), scale * a[r]->scale, acc[r][v]);
+                    acc[r][v] = fma(__builtin_convertvector(sum[r], vf), scale * a_scale[r]->scale, acc[r][v]);
                 if (!Four_bits) continue;
                 const vf minimum = widen_half(scales + kPanel + lane);
                 UNROLL
                 for (int r = 0; r < R; r++)
-                    acc[r][v] = fma(minimum, splat(a[r]->scale * static_cast<float>(a[r]->sum)), acc[r][v]);
+                    acc[r][v] = fma(minimum, splat(a_scale[r]->sum), acc[r][v]);
             }
         }
         UNROLL
@@ -116,18 +122,18 @@ static void int_tile(const char* x, int64_t x_bytes, const char* panel, int64_t 
 }
 
 template <bool Four_bits>
-static void int_tile(int64_t rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* tile) {
+static void int_tile(int64_t rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* tile, Fetch& fetch) {
     static_assert(kIntRows <= 6, "");
     switch (rows) {
-        case 1: return int_tile<1, Four_bits>(x, x_bytes, panel, k, tile);
+        case 1: return int_tile<1, Four_bits>(x, x_bytes, panel, k, tile, fetch);
 #if defined(__AVX2__)
-        case 2: return int_tile<2, Four_bits>(x, x_bytes, panel, k, tile);
+        case 2: return int_tile<2, Four_bits>(x, x_bytes, panel, k, tile, fetch);
 #endif
 #if defined(__AVX512F__)
-        case 3: return int_tile<3, Four_bits>(x, x_bytes, panel, k, tile);
-        case 4: return int_tile<4, Four_bits>(x, x_bytes, panel, k, tile);
-        case 5: return int_tile<5, Four_bits>(x, x_bytes, panel, k, tile);
-        case 6: return int_tile<6, Four_bits>(x, x_bytes, panel, k, tile);
+        case 3: return int_tile<3, Four_bits>(x, x_bytes, panel, k, tile, fetch);
+        case 4: return int_tile<4, Four_bits>(x, x_bytes, panel, k, tile, fetch);
+        case 5: return int_tile<5, Four_bits>(x, x_bytes, panel, k, tile, fetch);
+        case 6: return int_tile<6, Four_bits>(x, x_bytes, panel, k, tile, fetch);
 #endif
     }
 }
@@ -137,12 +143,14 @@ static void matmul_int(const Matmul& m, int64_t row, int64_t row_end, int64_t un
     const int64_t panel_bytes = (m.k + kGroup - 1) / kGroup * (Four_bits ? kGroupBytes4 : kGroupBytes8);
     alignas(64) float tile[2 * kIntRows * kPanel];
     for_panels(m, unit, unit_end, [&](int64_t at, int64_t first, int panels) {
+        const char* panel = static_cast<const char*>(m.panels) + first * panel_bytes;
+        Fetch fetch = fetch_next(m, panel_bytes, unit, unit_end, first, panels, (row_end - row + kIntRows - 1) / kIntRows,
+                                 panels * ((m.k + kGroup - 1) / kGroup));
         for (int64_t r = row; r < row_end;) {
             const int64_t rows = next_rows(row_end - r, kIntRows);
             const char* x = static_cast<const char*>(m.x) + r * m.x_bytes;
             for (int64_t p = 0; p < panels; p++)
-                int_tile<Four_bits>(rows, x, m.x_bytes, static_cast<const char*>(m.panels) + (first + p) * panel_bytes,
-                                    m.k, tile + p * rows * kPanel);
+                int_tile<Four_bits>(rows, x, m.x_bytes, panel + p * panel_bytes, m.k, tile + p * rows * kPanel, fetch);
             finish_panels(m, r, rows, at, panels, tile);
             r += rows;
         }

@@ -11,9 +11,9 @@ static void matmul(const Matmul& m, int64_t row, int64_t row_end, int64_t unit, 
     switch (m.format) {
         case Format::f32: return matmul_fma<float>(m, row, row_end, unit, unit_end);
 #if defined(__AMX_BF16__)
-        case Format::bf16: return matmul_tiles<Format::bf16>(m, row, row_end, unit, unit_end, scratch);
-        case Format::int8: return matmul_tiles<Format::int8>(m, row, row_end, unit, unit_end, scratch);
-        case Format::int4: return matmul_tiles<Format::int4>(m, row, row_end, unit, unit_end, scratch);
+        case Format::bf16: return matmul_bf16_tiles(m, row, row_end, unit, unit_end, scratch);
+        case Format::int8: return matmul_int_tiles<false>(m, row, row_end, unit, unit_end, scratch);
+        case Format::int4: return matmul_int_tiles<true>(m, row, row_end, unit, unit_end, scratch);
 #else
         case Format::bf16: return matmul_fma<uint16_t>(m, row, row_end, unit, unit_end);
         case Format::int8: return matmul_int<false>(m, row, row_end, unit, unit_end);

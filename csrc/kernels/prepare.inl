@@ -9,48 +9,62 @@ typedef int8_t Quant;
 typedef int16_t Quant;
 #endif
 
-// y ≈ scale · q. The two sums are for weights that are not symmetrical about 0 (matmul_int.inl).
-struct Group {
-    Quant q[kGroup];
-    float scale;
-    int32_t sum;  // Σ q
+// A row of groups: Quant [groups][kGroup], then for each group these; x ≈ scale · q.
+struct GroupScale {
+    float scale, sum;  // sum: scale · Σ q, for weights that have a minimum
+    int32_t offset;    // −128 Σ q, for weights that are stored 128 larger
 };
 
 INLINE vf magnitude(vf v) { return (vf)((vu)v & 0x7fffffffu); }
 
-// scale = max |x| / 127, q = x / scale rounded to nearest even. Anything not finite makes the scale NaN.
-INLINE void quantize(const float* x, Group* to) {
-    vf largest = {};
-    vi bad = {};
-    for (int i = 0; i < kGroup; i += kWidth) {
-        const vf v = magnitude(load(x + i));
-        largest = max(v, largest);
-        bad |= ~(v < __builtin_inff());
-    }
-    const float most = max_lanes(largest);
-    bool finite = true;
-    for (int i = 0; i < kWidth; i++) finite &= bad[i] == 0;
-    const float inverse = most > 1e-30f ? 127.f / most : 0.f;
-    const vf magic = splat(12582912.f);  // 1.5 · 2^23: adding it rounds to an integer
-    int32_t q[kGroup];
-    vi sum = {};
-    for (int i = 0; i < kGroup; i += kWidth) {
-        const vi rounded = (vi)(load(x + i) * inverse + magic) - (vi)magic;
-        sum += rounded;
-        store_as(q + i, rounded);
-    }
-    for (int i = 0; i < kGroup; i++) {
-#if defined(MINIVLLM_DOT4)
-        to->q[i] = static_cast<Quant>(finite ? q[i] : 0);
+INLINE void store_quants(Quant* to, const vi (&q)[kGroup / kWidth]) {
+#if defined(__AVX512VNNI__)
+    for (int i = 0; i < kGroup / kWidth; i++) store_as(to + i * kWidth, _mm512_cvtepi32_epi8((__m512i)q[i]));
 #else
-        constexpr int order[4] = {0, 2, 1, 3};
-        to->q[i] = static_cast<Quant>(finite ? q[i / 4 * 4 + order[i % 4]] : 0);
+    int32_t lane[kGroup];
+    for (int i = 0; i < kGroup / kWidth; i++) store_as(lane + i * kWidth, q[i]);
+#if defined(MINIVLLM_DOT4)
+    for (int i = 0; i < kGroup; i++) to[i] = static_cast<Quant>(lane[i]);
+#else
+    constexpr int order[4] = {0, 2, 1, 3};
+    for (int i = 0; i < kGroup; i++) to[i] = static_cast<Quant>(lane[i / 4 * 4 + order[i % 4]]);
 #endif
+#endif
+}
+
+#if defined(__AVX512F__)
+INLINE float largest_lane(vf v) { return _mm512_reduce_max_ps((__m512)v); }
+INLINE int32_t sum_of_lanes(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
+#else
+INLINE float largest_lane(vf v) { return max_lanes(v); }
+INLINE int32_t sum_of_lanes(vi v) {
+    int32_t sum = 0;
+    for (int i = 0; i < kWidth; i++) sum += v[i];
+    return sum;
+}
+#endif
+
+// scale = max |x| / 127, q = x / scale rounded to nearest even. Anything not finite makes the scale NaN.
+INLINE void quantize(const float* x, Quant* to, GroupScale* to_scale) {
+    constexpr int kVectors = kGroup / kWidth;
+    vf largest = {}, check = {};
+    for (int i = 0; i < kVectors; i++) {
+        const vf v = load(x + i * kWidth);
+        largest = max(magnitude(v), largest);
+        check += v * 0.f;  // NaN unless v is finite
     }
-    int32_t total = 0;
-    for (int i = 0; i < kWidth; i++) total += sum[i];
-    to->scale = finite ? most / 127.f : __builtin_nanf("");
-    to->sum = finite ? total : 0;
+    const float most = largest_lane(largest), inverse = most > 1e-30f ? 127.f / most : 0.f;
+    const vf magic = splat(12582912.f);  // 1.5 · 2^23: adding it rounds to an integer
+    const vi finite = check == 0.f;
+    vi q[kVectors], sum = {};
+    for (int i = 0; i < kVectors; i++) {
+        q[i] = ((vi)(load(x + i * kWidth) * inverse + magic) - (vi)magic) & finite;
+        sum += q[i];
+    }
+    store_quants(to, q);
+    const float scale = sum_of_lanes(finite) == -kWidth ? most / 127.f : __builtin_nanf("");
+    const int32_t total = sum_of_lanes(sum);
+    *to_scale = {scale, scale * static_cast<float>(total), -128 * total};
 }
 
 template <class T>
@@ -68,7 +82,12 @@ INLINE void prepare_row(const Prepare& p, const T* x, char* out) {
                 for (int i = 0; i < kGroup; i += kWidth)
                     store_as(reinterpret_cast<uint16_t*>(out) + at + i, narrow(load(group + i)));
                 break;
-            case Input::groups: quantize(group, reinterpret_cast<Group*>(out) + at / kGroup); break;
+            case Input::groups: {
+                const int64_t groups = (p.k + kGroup - 1) / kGroup;
+                quantize(group, reinterpret_cast<Quant*>(out) + at,
+                         reinterpret_cast<GroupScale*>(out + groups * kGroup * static_cast<int64_t>(sizeof(Quant))) + at / kGroup);
+                break;
+            }
         }
     }
 }

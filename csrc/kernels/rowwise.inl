@@ -171,13 +171,54 @@ static int64_t argmax(const float* x, int64_t n) {
     return i;
 }
 
+static void relative(const float* x, double factor, double shift, double* out, int64_t n) {
+    int64_t i = 0;
+    for (; i + kWidthDouble <= n; i += kWidthDouble)
+        store_as(out + i, __builtin_convertvector(load_as<vf_half>(x + i), vd) * factor - shift);
+    for (; i < n; i++) out[i] = static_cast<double>(x[i]) * factor - shift;
+}
+
+INLINE vd load_part(const double* from, int64_t n, double fill) {
+    double lane[kWidthDouble];
+    for (int64_t i = 0; i < kWidthDouble; i++) lane[i] = i < n ? from[i] : fill;
+    return load_as<vd>(lane);
+}
+
 static void exp_double(const double* x, double shift, double* out, int64_t n) {
     int64_t i = 0;
     for (; i + kWidthDouble <= n; i += kWidthDouble) store_as(out + i, exp(load_as<vd>(x + i) - shift));
     if (i < n) {
-        double lane[kWidthDouble] = {};
-        __builtin_memcpy(lane, x + i, static_cast<size_t>(n - i) * 8);
-        store_as(lane, exp(load_as<vd>(lane) - shift));
+        double lane[kWidthDouble];
+        store_as(lane, exp(load_part(x + i, n - i, shift) - shift));
         __builtin_memcpy(out + i, lane, static_cast<size_t>(n - i) * 8);
     }
+}
+
+static void exp_sums(const double* x, double shift, double* sums, int64_t n) {
+    for (int64_t start = 0; start < n; start += kExpBlock) {
+        vd sum = {};
+        int64_t i = start;
+        const int64_t end = start + kExpBlock < n ? start + kExpBlock : n;
+        for (; i + kWidthDouble <= end; i += kWidthDouble) sum += exp(load_as<vd>(x + i) - shift);
+        if (i < end) sum += exp(load_part(x + i, end - i, -__builtin_inf()) - shift);
+        double total = 0;
+        UNROLL
+        for (int lane = 0; lane < kWidthDouble; lane++) total += sum[lane];
+        sums[start / kExpBlock] = total;
+    }
+}
+
+static int64_t find_from(const double* x, int64_t start, int64_t n, double least) {
+    constexpr int kVectors = 4;
+    for (; start + kVectors * kWidthDouble <= n; start += kVectors * kWidthDouble) {
+        vl found = {};
+        UNROLL
+        for (int v = 0; v < kVectors; v++) found |= load_as<vd>(x + start + v * kWidthDouble) >= least;
+        int64_t any = 0;
+        UNROLL
+        for (int lane = 0; lane < kWidthDouble; lane++) any |= found[lane];
+        if (any) break;
+    }
+    while (start < n && !(x[start] >= least)) start++;
+    return start;
 }

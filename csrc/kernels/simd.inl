@@ -16,6 +16,7 @@ typedef uint16_t vh __attribute__((vector_size(kWidth * 2)));  // kWidth bfloat1
 typedef double vd __attribute__((vector_size(kWidth * 4)));    // kWidth / 2 doubles
 typedef int64_t vl __attribute__((vector_size(kWidth * 4)));
 constexpr int kWidthDouble = kWidth / 2;
+typedef float vf_half __attribute__((vector_size(kWidth * 2)));  // kWidthDouble floats
 
 #define INLINE static inline __attribute__((always_inline))
 

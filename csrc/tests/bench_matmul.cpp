@@ -76,7 +76,7 @@ void bench(const Kernels& kernels, ThreadPool& pool, Format format, const char* 
         }
     const Number number = format == Format::f32 ? Number::f32 : Number::bf16;
     for (int64_t rows : rows_list) {
-        AlignedBuffer x(rows * 1536 * 4), prepared(rows * 1536 * 4), out(rows * 3072 * 4);
+        AlignedBuffer x(rows * 1536 * 4), prepared((rows + 15) * 1536 * 4), out(rows * 3072 * 4);
         std::vector<AlignedBuffer> scratch;
         for (int t = 0; t < pool.num_threads(); t++) scratch.emplace_back(matmul_scratch_size(1536));
         std::vector<double> times;
@@ -87,7 +87,7 @@ void bench(const Kernels& kernels, ThreadPool& pool, Format format, const char* 
             for (size_t i = 0; i < matrices.size(); i++) {
                 const PackedMatrix& m = matrices[i];
                 const Shape& s = kShapes[i % 4];
-                const Input input = kernels.inputs[static_cast<size_t>(format)];
+                const Input input = input_of(format);
                 const int64_t row_bytes = input_bytes(input, m.k, kernels.group_bytes);
                 const Prepare prepare{number, x.as<char>(), m.k, m.k, input, prepared.as<char>(), row_bytes};
                 if (input == Input::groups) {
@@ -96,13 +96,13 @@ void bench(const Kernels& kernels, ThreadPool& pool, Format format, const char* 
                     else
                         pool.run((rows + 7) / 8, [&](int64_t p, int) { kernels.prepare(prepare, 8 * p, std::min(rows, 8 * p + 8)); });
                 }
-                const Matmul job{format,     input == Input::groups ? prepared.as<char>() : x.as<char>(), row_bytes,
-                                 m.panels(), m.k, nullptr, s.epilogue, Activation::silu, number, out.as<char>(),
-                                 s.outputs};
                 const int64_t units = m.num_panels / (s.epilogue == Epilogue::activate_gated ? 2 : 1);
                 const int64_t most = kernels.matmul_rows(format, m.k), row_pieces = (rows + most - 1) / most;
                 const int64_t row_grain = (rows + row_pieces - 1) / row_pieces;
                 const int64_t unit_grain = std::max<int64_t>(1, units * row_pieces / (16 * pool.num_threads()));
+                const Matmul job{format,     input == Input::groups ? prepared.as<char>() : x.as<char>(), row_bytes,
+                                 m.panels(), m.k, nullptr, s.epilogue, Activation::silu, number, out.as<char>(),
+                                 s.outputs, units, std::max<int64_t>(1, pool.num_threads() * unit_grain / row_pieces)};
                 pool.run(row_pieces * ((units + unit_grain - 1) / unit_grain), [&](int64_t piece, int thread) {
                     const int64_t row = piece % row_pieces * row_grain, unit = piece / row_pieces * unit_grain;
                     kernels.matmul(job, row, std::min(rows, row + row_grain), unit, std::min(units, unit + unit_grain),

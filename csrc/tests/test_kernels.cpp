@@ -88,6 +88,29 @@ void test_exp(const Kernels& kernels) {
     }
 }
 
+void test_sampling(const Kernels& kernels) {
+    for (int64_t n : {1, 7, 64, 65, 1003}) {
+        const Floats logits = random_floats(n, 4);
+        std::vector<double> x(static_cast<size_t>(n)), sums(static_cast<size_t>((n + kExpBlock - 1) / kExpBlock));
+        kernels.relative(logits.data(), .3, 7, x.data(), n);
+        for (size_t i = 0; i < x.size(); i++) CHECK(x[i] == double(logits[i]) * .3 - 7);
+        x[x.size() / 2] = -std::numeric_limits<double>::infinity();
+        kernels.exp_sums(x.data(), 3, sums.data(), n);
+        for (size_t block = 0; block < sums.size(); block++) {
+            double expected = 0;
+            for (size_t i = block * kExpBlock; i < std::min(x.size(), (block + 1) * kExpBlock); i++) expected += std::exp(x[i] - 3);
+            CHECK(std::abs(sums[block] - expected) <= 1e-14 * expected);
+        }
+        const double highest = *std::max_element(x.begin(), x.end());
+        for (double least : {highest, highest - .1, -7., -std::numeric_limits<double>::infinity(), highest + 1})
+            for (int64_t start : {int64_t{0}, n / 3, n - 1, n}) {
+                int64_t expected = start;
+                while (expected < n && x[static_cast<size_t>(expected)] < least) expected++;
+                CHECK(kernels.find_from(x.data(), start, n, least) == expected);
+            }
+    }
+}
+
 void test_argmax(const Kernels& kernels) {
     for (int64_t n : {1, 3, 16, 17, 100, 1000}) {
         Floats x = random_floats(n);
@@ -267,6 +290,7 @@ void test_isa(const Kernels& kernels) {
     const int before = check::failures();
     test_activations(kernels);
     test_exp(kernels);
+    test_sampling(kernels);
     test_argmax(kernels);
     test_norm(kernels);
     for (bool half : {false, true}) {

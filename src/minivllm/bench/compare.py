@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,9 @@ class Peer:
         assert self._process.stdin is not None
         request = {"prompts": prompts, "output_len": output_len, "shared_len": shared_len}
         self._process.send_signal(signal.SIGCONT)
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, which the answer will show
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
         answer = self._answer()
         self._process.send_signal(signal.SIGSTOP)
         check_counts(answer["counts"], len(prompts), output_len)
@@ -123,10 +124,10 @@ class Peer:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            self._process.wait()
+            status = self._process.wait()
             self._log.seek(0)
             said = self._log.read().decode(errors="replace").strip().splitlines() or ["it said nothing"]
-            raise RuntimeError(f"{self.spec} ended: {said[-1]}")
+            raise RuntimeError(f"its process ended with status {status}: {said[-1]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

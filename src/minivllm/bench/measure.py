@@ -103,7 +103,7 @@ def measure(config: EngineConfig, plan: Plan, progress: Progress = lambda text: 
 
     Raises:
         ConfigError, ModelError: as ``factory.create_engine``; or the workload does not fit the engine.
-        RuntimeError: an engine failed, or gave another number of tokens than it was asked for.
+        RuntimeError: our engine gave another number of tokens than it was asked for.
     """
     checkpoint = load_checkpoint(resolve_model(config.model))
     progress(f"loading {config.model}")
@@ -129,16 +129,21 @@ def measure(config: EngineConfig, plan: Plan, progress: Progress = lambda text: 
         absent,
     ):
         ours: list[Run] = []
-        theirs: list[list[tuple[float, Run]]] = [[] for _ in peers]
+        theirs: dict[Peer, list[tuple[float, Run]]] = {peer: [] for peer in peers}
         bandwidths: list[float] = []
         for i in range(-1, plan.runs):  # the first one warms up
             progress("warming up" if i < 0 else f"run {i + 1} of {plan.runs}")
             bandwidths += [machine.read_bandwidth()] * (i >= 0)
             run = run_engine(engine, random_prompts(rng, engine.vocab_size, shape), shape.output_len)
             ours += [run] * (i >= 0)
-            for peer, runs in zip(peers, theirs, strict=True):
-                pair = _run_peer(peer, plan, rng, engine.vocab_size)
-                runs += [pair] * (i >= 0)
+            for peer in list(theirs):
+                try:
+                    pair = _run_peer(peer, plan, rng, engine.vocab_size)
+                except RuntimeError as error:  # the others go on
+                    absent.append(f"{peer.spec} failed: {error}")
+                    del theirs[peer]
+                else:
+                    theirs[peer] += [pair] * (i >= 0)
         bandwidths.append(machine.read_bandwidth())
 
         geometry = engine.kv_cache.geometry
@@ -163,7 +168,7 @@ def measure(config: EngineConfig, plan: Plan, progress: Progress = lambda text: 
             figures=figures,
             peers=[
                 PeerFigures(str(peer.spec), peer.info, _peer_figures(plan, runs))
-                for peer, runs in zip(peers, theirs, strict=True)
+                for peer, runs in theirs.items()
             ],
             absent=absent,
         )

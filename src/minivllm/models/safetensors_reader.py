@@ -92,4 +92,4 @@ def _range(path: Path, name: str, entry: Any) -> tuple[int, int]:
 def _stored(entry: dict[str, Any], raw: npt.NDArray[np.uint8]) -> StoredTensor:
     shape = tuple(entry["shape"])
     dtype, numpy_dtype = _DTYPES[entry["dtype"]]
-    return StoredTensor(shape, dtype, lambda: raw.view(numpy_dtype).reshape(shape))
+    return StoredTensor(shape, dtype, lambda: raw.view(numpy_dtype).reshape(shape), mapped=raw)

@@ -175,7 +175,7 @@ class TorchFile:
             strides = [stride * elements.itemsize for stride in tensor.strides]
             return as_strided(elements[tensor.offset :], tensor.shape, strides, writeable=False)
 
-        return StoredTensor(tensor.shape, dtype, read)
+        return StoredTensor(tensor.shape, dtype, read, mapped=raw)
 
     def _bytes(self, member: str) -> npt.NDArray[np.uint8]:
         """The mapped bytes of a member, which must be stored as they are."""

@@ -4,6 +4,7 @@ So peak memory at load is the executor's own copy plus one tensor. Formats live 
 and ``gguf``; this module only names what they have in common.
 """
 
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +50,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: TensorDtype
     read: Callable[[], npt.NDArray[Any]]  #: data as in ``WeightTensor``, contiguous or not
+    mapped: npt.NDArray[np.uint8] | None = field(default=None, repr=False)
+    """The bytes that ``read`` reads, as ``map_file`` mapped them; None: they are in memory anyway."""
 
     def rows(self, start: int, stop: int) -> "StoredTensor":
         """Rows start : stop (of the first dimension), which must exist."""
@@ -102,6 +105,8 @@ class Checkpoint:
             stored = self.stored[name]
             data = np.require(stored.read(), requirements=["C", "ALIGNED"])
             yield WeightTensor(name, shape, stored.dtype, data)
+            if stored.mapped is not None:
+                _release_pages(stored.mapped)
 
 
 def split_rows(path: Path, name: str, tensor: StoredTensor, sizes: list[int]) -> list[StoredTensor]:
@@ -144,3 +149,18 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
     if path.stat().st_size == 0:
         raise ModelError(f"{path} is empty")
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))  # mapped as long as a view lives
+
+
+def _release_pages(mapped: npt.NDArray[np.uint8]) -> None:
+    """Let go of the memory behind a part of a mapped file; whoever reads it again gets it from the file.
+
+    Otherwise a process seems to hold the whole file beside its packed copy of it.
+    """
+    base: Any = mapped
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # not everywhere
+        whole = np.frombuffer(base, np.uint8)
+        start = mapped.ctypes.data - whole.ctypes.data
+        page = start // mmap.PAGESIZE * mmap.PAGESIZE
+        base.madvise(mmap.MADV_DONTNEED, page, start + mapped.nbytes - page)

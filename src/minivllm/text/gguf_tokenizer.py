@@ -233,7 +233,7 @@ def _bytes(token: str, token_type: object, to_bytes: Any) -> bytes:
 def _strings(data: Mapping[str, Any], key: str) -> list[str]:
     values = data.get(key)
     values = [] if values is None else list(values)
-    if not values or not all(isinstance(value, str) for value in values):
+    if set(map(type, values)) != {str}:
         raise ModelError(f"the GGUF tokenizer needs {key}, a list of strings, and not empty")
     return values
 
@@ -242,8 +242,8 @@ def _numbers(data: Mapping[str, Any], key: str, count: int) -> list[Any] | None:
     values = data.get(key)
     if values is None:
         return None
-    numbers = [value.item() if hasattr(value, "item") else value for value in values]
-    if len(numbers) != count or not all(isinstance(number, int | float) for number in numbers):
+    numbers = list(values)
+    if len(numbers) != count or not set(map(type, numbers)) <= {int, float}:
         raise ModelError(f"the GGUF tokenizer's {key} must hold {count} numbers, one for each token")
     return numbers
 

@@ -147,12 +147,19 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
+@lru_cache(maxsize=1)
+def _byte_translation() -> dict[int, str]:
+    """For ``str.translate``: the alphabet's characters to Latin-1, which is the bytes; others out of it."""
+    outside = dict.fromkeys(range(0x100), "\uffff")
+    return outside | {ord(character): chr(byte) for character, byte in byte_alphabet().items()}
+
+
 def byte_level_bytes(token: str) -> bytes:
     """The bytes of a token spelled in the byte alphabet; of any other token, its UTF-8."""
-    alphabet = byte_alphabet()
-    if all(character in alphabet for character in token):
-        return bytes(alphabet[character] for character in token)
-    return utf8(token)
+    try:
+        return token.translate(_byte_translation()).encode("latin-1")
+    except UnicodeEncodeError:
+        return utf8(token)
 
 
 def sentencepiece_bytes(token: str) -> bytes:
