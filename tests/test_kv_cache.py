@@ -267,6 +267,8 @@ def test_explicit_sizes_count_and_limit_the_context() -> None:
         ({"kv_cache_memory": 100}, r"0.0 MiB holds 0 blocks, 0 tokens, but one sequence of 2 takes 1 blocks"),
         ({"num_blocks": 1, "block_size": 1}, r"1 blocks, 1 tokens, but one sequence of 2 takes 2 blocks"),
         ({"num_blocks": 10_000}, r"10,000 blocks needs 156.2 MiB, but 64.0 MiB are available"),
+        ({"kv_cache_memory": 64 * MIB + 1}, r"kv_cache_memory is 64.0 MiB, but 64.0 MiB are available"),
+        ({"kv_cache_memory": 2**49}, r"kv_cache_memory is 536,870,912.0 MiB, but 64.0 MiB are available"),
         ({"num_blocks": 2**30, "block_size": 2}, r"is over 2,147,483,647 tokens"),
     ],
 )
@@ -310,3 +312,10 @@ def test_config_refuses(settings: dict[str, object], message: str) -> None:
 def test_config_keeps_numpy_integers_as_ints() -> None:
     config = EngineConfig("m", block_size=np.int64(8))
     assert type(config.block_size) is int and config.block_size == 8
+
+
+def test_a_dtype_that_is_asked_for_is_what_the_weights_get() -> None:
+    assert EngineConfig("m").weight_quantization == "auto"
+    assert EngineConfig("m", dtype="float32").weight_quantization is None
+    assert EngineConfig("m", dtype="float32", quantization="int8").weight_quantization == "int8"
+    assert EngineConfig("m", quantization=None).weight_quantization is None

@@ -42,8 +42,9 @@ class EngineConfig:
     dtype: Dtype = "auto"  #: of the weights; auto: float32 for float32 checkpoints, else bfloat16
     quantization: Quantization | None = "auto"
     """Of the weights, in the native executor. auto: as the file has them (Q8_0 and Q6_K of a GGUF become
-    int8, Q4_0 and Q4_1 int4; only Q6_K is rounded); int8, int4: whatever the file has (int4: embedding and
-    head int8); None: all weights in ``dtype``. The torch executor has them in ``dtype`` always."""
+    int8, Q4_0 and Q4_1 int4; only Q6_K is rounded), unless a ``dtype`` is asked for; int8, int4: whatever the
+    file has (int4: embedding and head int8); None: all weights in ``dtype``. The torch executor has them in
+    ``dtype`` always."""
     block_size: int = 16
     """Tokens in a KV block, 1 to the context length. 16: a sequence wastes half a block on average, 8 tokens
     (2 % of a 400-token chat), while a block of a small model is still a few KiB in each layer."""
@@ -58,6 +59,11 @@ class EngineConfig:
     threads: int | None = None  #: of the native executor; None: the cores that this process may use
     enable_prefix_caching: bool = True  #: let requests with equal beginnings share blocks
     seed: int = 0  #: requests without a seed get theirs from this one and their ordinal
+
+    @property
+    def weight_quantization(self) -> Quantization | None:
+        """``quantization``, or None where "auto" gives way to the ``dtype`` that was asked for."""
+        return None if self.quantization == "auto" and self.dtype != "auto" else self.quantization
 
     def __post_init__(self) -> None:
         """Check every value."""

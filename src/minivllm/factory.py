@@ -57,10 +57,12 @@ def _native_executor(
     config: EngineConfig, checkpoint: Checkpoint, dtype: KVDtype, kv_dtype: KVDtype
 ) -> tuple[Executor, KVGeometry, int]:
     """The executor, its pool's geometry, and max_model_len."""
-    weights = packed_bytes(checkpoint, dtype, config.quantization)
+    weights = packed_bytes(checkpoint, dtype, config.weight_quantization)
     geometry, max_model_len = plan_pool(config, checkpoint.config, kv_dtype, weights, available_memory())
     return (
-        NativeExecutor(checkpoint, KVPool.reserve(geometry), dtype, config.threads, config.quantization),
+        NativeExecutor(
+            checkpoint, KVPool.reserve(geometry), dtype, config.threads, config.weight_quantization
+        ),
         geometry,
         max_model_len,
     )

@@ -242,7 +242,7 @@ def _peer_figures(plan: Plan, runs: list[tuple[float, Run]]) -> list[Figure]:
 def _formats(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Format]:
     """The format that each matrix is packed in."""
     dtype = checkpoint.dtype if config.dtype == "auto" else config.dtype
-    return matrix_formats(checkpoint, dtype, config.quantization)
+    return matrix_formats(checkpoint, dtype, config.weight_quantization)
 
 
 def _main_format(formats: Mapping[str, Format], checkpoint: Checkpoint) -> Format:
