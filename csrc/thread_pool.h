@@ -3,7 +3,7 @@
 // Made for jobs of some microseconds, thousands of times a second, on cores that other processes use too:
 // - pieces are claimed one by one, so a thread that loses its core delays nothing but the piece it holds;
 //   a helper that has not woken up yet is not waited for;
-// - helpers spin for about 50 µs after their last piece, then sleep; an idle pool takes no processor time.
+// - helpers spin for about 200 µs after their last piece, then sleep; an idle pool takes no processor time.
 // Which thread runs a piece is up to chance, so a piece's result must not depend on it.
 // In a forked child there are no helpers: the pool works on there, on the calling thread alone.
 #pragma once
