@@ -239,6 +239,7 @@ def test_end_tokens_of_the_checkpoint_end_the_text(model: Path) -> None:
         ({"num_blocks": 2, "max_model_len": 33}, "one sequence of 33 takes 3 blocks"),
         ({"kv_cache_memory": 10}, "one sequence of 2 takes 1 blocks"),
         ({"num_blocks": 2**26}, "are available"),
+        ({"kv_cache_memory": 2**49}, "kv_cache_memory is 536,870,912.0 MiB, but .* are available"),
     ],
 )
 def test_settings_that_do_not_fit_the_model(model: Path, settings: dict[str, int], message: str) -> None:
@@ -247,7 +248,7 @@ def test_settings_that_do_not_fit_the_model(model: Path, settings: dict[str, int
 
 
 def test_budget_is_not_used_beyond_what_the_sequences_could_fill(model: Path) -> None:
-    llm = LLM(model, threads=1, kv_cache_memory=2**50, max_num_seqs=2)
+    llm = LLM(model, threads=1, kv_cache_memory=2**26, max_num_seqs=2)
     assert llm.engine.kv_cache.geometry.num_blocks == 2 * CONTEXT // 16
 
 

@@ -52,6 +52,13 @@ def test_dequantize_agrees_with_the_gguf_package(name: str) -> None:
     np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_damaged_scales_make_weights_that_are_no_numbers(name: str) -> None:
+    block = np.full((1, BLOCKS[name][1]), 0xFF, np.uint8)  # float16 NaN
+    block[0, [1, -1]] = 0x7C  # with the byte before it: infinity, or NaN
+    assert not np.isfinite(dequantize(block, name)).all()
+
+
 def test_bfloat16_is_the_upper_half_of_float32() -> None:
     bits = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
     expected = bits.view(ml_dtypes.bfloat16).astype(np.float32)

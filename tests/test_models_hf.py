@@ -204,6 +204,9 @@ def test_end_tokens_of_other_files(tmp_path: Path) -> None:
         ("llama", "rope_scaling", [1]),
         ("llama", "rope_theta", -1),
         ("llama", "rope_theta", 10**400),
+        ("llama", "rope_theta", 1e-300),
+        ("llama", "rope_scaling", {"type": "linear", "factor": 1e-300}),
+        ("llama", "rope_scaling", {**LLAMA3, "factor": 1e-300}),
         ("llama", "partial_rotary_factor", 0.5),
         ("llama", "sliding_window", 64),
         ("mistral", "sliding_window", 64),
@@ -249,6 +252,11 @@ def test_what_changes_the_arithmetic_or_contradicts_the_tensors_is_refused(
         tensors = llama_tensors(qkv_bias=kind == "qwen2")
         path = llama(tmp_path, tensors, **{"model_type": kind, field: value})
     assert_refused(path)
+
+
+def test_rotary_base_out_of_all_proportion_means_slow_rotation(tmp_path: Path) -> None:
+    frequencies = load_checkpoint(llama(tmp_path, rope_theta=1e300)).config.rope_inv_freq
+    assert frequencies is not None and frequencies[0] == 1.0 and set(frequencies[2:]) == {0.0}
 
 
 def test_qwen2_windows_count_where_they_are_switched_on(tmp_path: Path) -> None:

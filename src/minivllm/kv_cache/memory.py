@@ -98,7 +98,13 @@ def plan_pool(
     if config.num_blocks is not None:
         num_blocks, budget = config.num_blocks, config.num_blocks * block_bytes
     else:
-        budget = config.kv_cache_memory or int(DEFAULT_SHARE * max(0, available - weight_bytes))
+        left = max(0, available - weight_bytes)
+        if config.kv_cache_memory is not None and config.kv_cache_memory > left:
+            raise ConfigError(
+                f"kv_cache_memory is {_mib(config.kv_cache_memory)}, but {_mib(available)} are available, "
+                f"of which the weights take {_mib(weight_bytes)}; use less"
+            )
+        budget = config.kv_cache_memory or int(DEFAULT_SHARE * left)
         # More than this is never used: each running sequence has at least one token in every step.
         num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         useful = num_seqs * math.ceil(wanted_len / config.block_size)

@@ -69,6 +69,10 @@ class ModelConfig:
                 f"{self.kind} model: rope_inv_freq has {len(self.rope_inv_freq)} frequencies, but "
                 f"head_dim is {self.head_dim}"
             )
+        if not all(math.isfinite(frequency) for frequency in self.rope_inv_freq or ()):
+            raise ModelError(
+                f"{self.kind} model: rope_inv_freq is {shown(self.rope_inv_freq)}; it must be finite numbers"
+            )
 
 
 #: Far above any real model; what a file claims is held against them before anything is sized by it.

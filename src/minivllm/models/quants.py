@@ -27,6 +27,7 @@ def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> Floats:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+@np.errstate(all="ignore")  # a damaged file's infinite scales make NaN; where they matter the logits show it
 def dequantize(data: Bytes, dtype: str) -> Floats:
     """Rows of blocks: uint8 [rows, blocks * block bytes] → float32 [rows, blocks * block weights]."""
     _, block_bytes = BLOCKS[dtype]

@@ -1,6 +1,7 @@
 """Rotary inverse frequencies, with the scalings that amount to other frequencies folded in.
 
-Knows no file format: loaders translate their metadata to these arguments.
+Knows no file format: loaders translate their metadata to these arguments, which may be any numbers. What
+overflows is no matter here: ModelConfig refuses frequencies that are not finite.
 """
 
 import math
@@ -13,6 +14,7 @@ from minivllm.errors import ModelError
 Floats = npt.NDArray[np.float32]
 
 
+@np.errstate(all="ignore")
 def inverse_frequencies(head_dim: int, theta: float) -> Floats:
     """theta ** (-2i / head_dim) for i in 0 … head_dim / 2 - 1, float32 [head_dim / 2].
 
@@ -31,6 +33,7 @@ def inverse_frequencies(head_dim: int, theta: float) -> Floats:
     return np.float32(1) / powers
 
 
+@np.errstate(all="ignore")
 def scale_linear(inv_freq: Floats, factor: float) -> Floats:
     """Position interpolation (arXiv 2306.15595): every position counts as position / factor.
 
@@ -42,6 +45,7 @@ def scale_linear(inv_freq: Floats, factor: float) -> Floats:
     return inv_freq / np.float32(factor)
 
 
+@np.errstate(all="ignore")
 def scale_llama3(
     inv_freq: Floats, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
 ) -> Floats:
@@ -73,6 +77,7 @@ def scale_llama3(
     return result
 
 
+@np.errstate(all="ignore")
 def divide_frequencies(inv_freq: Floats, factors: Floats) -> Floats:
     """Inverse frequencies divided one by one (GGUF's ``rope_freqs``: a scaling worked out by the converter).
 

@@ -32,6 +32,7 @@ class WeightTensor:
     q*: uint8, [rows, bytes of a row] of ggml blocks (``models.quants``) of weights along the inputs.
     C-contiguous and aligned; often a read-only view of the mapped file."""
 
+    @np.errstate(all="ignore")  # NaN of any kind
     def to_float32(self) -> npt.NDArray[np.float32]:
         """The values as a float32 array of ``shape`` (a copy, unless they are float32 already)."""
         if self.dtype == "float32":
