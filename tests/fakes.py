@@ -48,6 +48,7 @@ class FakeExecutor:
         self.positions = np.full(geometry.num_slots, -1, np.int32)
         self.steps: list[tuple[int, int]] = []  #: (sequences, rows) of each
         self.fail_at: int | None = None  #: raise in this step
+        self.damaged: int | None = None  #: a context that begins with this token has no token to choose
 
     def execute(self, batch: Batch, sampling: SamplingBatch) -> StepResult:
         num_seqs, num_rows = len(batch.context_lens), len(batch.token_ids)
@@ -82,6 +83,9 @@ class FakeExecutor:
             assert (self.positions[slots] == index).all(), "the context is not this sequence's"
             rows = range(batch.query_start[s], batch.query_start[s + 1])
             assert batch.positions[rows].tolist() == list(range(length - len(rows), length))
+            if rows[-1] in logit_rows and self.tokens[slots[0]] == self.damaged:
+                row = logit_rows.index(rows[-1])
+                raise RuntimeError(f"logit row {row} has no token to choose: its largest logit is nan")
             if rows[-1] in logit_rows:
                 token_id, logprob = fake_next(self.tokens[slots])
                 token_ids.append(token_id)

@@ -58,6 +58,7 @@ class Setup:
     tokenizer: bool = True
     seed: int = 0
     prefix_caching: bool = True
+    checkpoint: Checkpoint | None = None  #: of the shape TINY, for "native"; None: ``tiny_checkpoint``
 
     def engine(self) -> InferenceEngine:
         """A fresh engine; ``max_model_len`` is the pool's, or the tiny model's."""
@@ -66,7 +67,9 @@ class Setup:
         )
         executor: Any = FakeExecutor(geometry)
         if self.model == "native":
-            executor = NativeExecutor(tiny_checkpoint(), KVPool.reserve(geometry), self.dtype, self.threads)
+            executor = NativeExecutor(
+                self.checkpoint or tiny_checkpoint(), KVPool.reserve(geometry), self.dtype, self.threads
+            )
         allocator = create_block_allocator(self.num_blocks, self.block_size)
         kv_cache = KVCache(geometry, allocator, self.prefix_caching)
         return InferenceEngine(

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import EOS, fake_continuation, fake_next
-from helpers_engine import Setup, answer, assert_idle, run
+from helpers_engine import TINY, Setup, answer, assert_idle, run
+from helpers_step import make_checkpoint, random_tensors
 from helpers_text import answer_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from minivllm.engine.admission import derived_seed
 from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.engine.outputs import RequestOutput
-from minivllm.errors import RequestError
+from minivllm.errors import ModelError, RequestError
 from minivllm.sampling_params import SamplingParams
 
 MODELS = ["fake", "native"]
@@ -491,6 +492,45 @@ def test_step_that_fails_ends_its_requests_and_only_those() -> None:
     assert [outputs[i].outputs[0].finish_reason for i in ids] == ["error", "error", "length"]
     assert outputs[ids[0]].outputs[0].token_ids == fake_continuation([1, 2, 3], 1, frozenset())
     assert outputs[ids[2]].outputs[0].token_ids == fake_continuation([3, 2, 3], 10, frozenset())
+
+
+def test_logits_that_are_no_numbers_end_their_own_request_only() -> None:
+    engine = Setup().engine()
+    engine.executor.damaged = 2
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    ids = [engine.add_request([first, 7], params) for first in (1, 2, 3)]
+    with pytest.raises(
+        ModelError, match=f"logits are no numbers for request '{ids[1]}': its weights are dam"
+    ):
+        engine.step()
+    outputs = run(engine)
+    assert [outputs[i].outputs[0].finish_reason for i in ids] == ["length", "error", "length"]
+    for i, first in ((ids[0], 1), (ids[2], 3)):
+        assert outputs[i].outputs[0].token_ids == fake_continuation([first, 7], 10, frozenset())
+
+
+def test_stream_raises_what_ended_its_own_request_only() -> None:
+    engine = Setup(max_num_seqs=2).engine()
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    engine.executor.damaged = 2
+    fine, damaged = engine.stream([1], params), engine.stream([2], params)
+    next(fine)
+    with pytest.raises(ModelError, match="no numbers"):
+        next(damaged)
+    assert joined(list(fine))[1] == fake_continuation([1], 10, frozenset())[1:]
+    waiting = engine.add_request([2], params)  # it fails in a step of the stream's
+    assert joined(list(engine.stream([1], params)))[1] == fake_continuation([1], 10, frozenset())
+    assert run(engine)[waiting].outputs[0].finish_reason == "error"
+
+
+def test_native_model_with_damaged_weights_says_so() -> None:
+    tensors = {name: np.full_like(value, np.nan) for name, value in random_tensors(TINY).items()}
+    engine = Setup("native", checkpoint=make_checkpoint(TINY, tensors)).engine()
+    ids = [engine.add_request([i, 7], SamplingParams(max_tokens=5)) for i in range(3)]
+    for _ in ids:
+        with pytest.raises(ModelError, match="logits are no numbers for request"):
+            engine.step()
+    assert {output.outputs[0].finish_reason for output in run(engine).values()} == {"error"}
 
 
 # --- how it is judged: many requests, and always the same answer ---

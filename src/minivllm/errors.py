@@ -23,7 +23,10 @@ class RequestError(MiniVLLMError, ValueError):
 
 
 class ModelError(MiniVLLMError):
-    """A checkpoint cannot be loaded: missing, truncated, malformed, or of a kind that is not implemented."""
+    """A checkpoint cannot be loaded: missing, truncated, malformed, or of a kind that is not implemented.
+
+    Or it has been loaded, and what it computes are no numbers.
+    """
 
 
 class BlockError(MiniVLLMError):

@@ -97,6 +97,7 @@ class LLM:
 
         Raises:
             RequestError: a prompt or its parameters are wrong. None of them has been run then.
+            ModelError: what the model computes are no numbers.
         """
         wanted = _prompt_list(prompts)
         engine = self.engine
@@ -110,7 +111,7 @@ class LLM:
                     while len(outputs) < len(request_ids):
                         interrupts.let_through()
                         if not outbox:
-                            engine.advance()
+                            engine.advance(outbox)
                         while outbox:
                             output = outbox.popleft()
                             outputs[output.request_id] = output

@@ -10,6 +10,7 @@ blocks or devices.
                               └► / temperature ─► min_p ─► top_k ─► top_p ─► draw
 """
 
+import re
 from collections.abc import Sequence as AnySequence
 
 import numpy as np
@@ -65,6 +66,12 @@ def sample(logits: npt.NDArray[np.float32], batch: SamplingBatch) -> StepResult:
     result = empty_result(batch)
     sample_rows(logits, 0, batch, result)
     return result
+
+
+def row_without_token(error: Exception) -> int | None:
+    """The logit row that an executor's error says has no token to choose; None for other errors."""
+    found = re.match(r"logit row (\d+) has no token to choose", str(error))
+    return int(found[1]) if found and isinstance(error, RuntimeError) else None
 
 
 def empty_result(batch: SamplingBatch) -> StepResult:

@@ -7,8 +7,11 @@ Everything about a request is checked when it arrives, so that nothing later on 
 nothing of HTTP, of files, or of what the executor does.
 
 Threads may share an engine: each call that changes something waits for its turn, and a step is one turn.
+A KeyboardInterrupt within a call can leave requests half done: ``LLM.generate`` holds Ctrl-C back until its
+step is finished, and whoever steps by hand does the same, or makes a new engine after one.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -19,15 +22,17 @@ from minivllm.engine.admission import Admission, Prompt, Request, check_lists, n
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.turns import Turns
-from minivllm.errors import RequestError, shown
+from minivllm.errors import ModelError, RequestError, shown
 from minivllm.executors.base import Executor
 from minivllm.kv_cache.kv_cache import KVCache
-from minivllm.sampler import sampling_batch
+from minivllm.sampler import row_without_token, sampling_batch
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import Scheduler
 from minivllm.sequence import ScheduledSequence, Sequence
 from minivllm.text.chat_template import render_chat
 from minivllm.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["InferenceEngine", "Prompt"]
 
@@ -197,8 +202,9 @@ class InferenceEngine:
         there may be several for one request.
 
         Raises:
-            Exception: whatever the executor raised. The requests of that step are over and their blocks free;
-                the next step returns their outputs, with finish_reason "error", and serves the others.
+            ModelError: the logits of a request are no numbers. That one is over; the others go on.
+            Exception: whatever else the executor raised. The requests of that step are over.
+                Their last outputs have finish_reason "error", and the next step returns them.
         """
         with self._turns:
             self._advance()
@@ -206,10 +212,22 @@ class InferenceEngine:
             self._ready.clear()
             return outputs
 
-    def advance(self) -> None:
-        """Run the model once, as ``step`` does, and leave every output in the outbox where it belongs."""
-        with self._turns:
-            self._advance()
+    def advance(self, outbox: deque[RequestOutput]) -> None:
+        """Run the model once, as ``step`` does, and leave every output in the outbox where it belongs.
+
+        Args:
+            outbox: the caller's, empty.
+
+        Raises:
+            Exception: as ``step``, if a request of this outbox is over by it. Otherwise it is logged.
+        """
+        try:
+            with self._turns:
+                self._advance()
+        except Exception as error:
+            if outbox:
+                raise
+            logger.error("a step failed for the requests of others: %s", error)
 
     def _advance(self) -> None:
         self._abort_abandoned()
@@ -219,11 +237,16 @@ class InferenceEngine:
         rows = [entry.sequence for entry in plan if entry.yields_token]
         try:
             result = self.executor.execute(self.kv_cache.batch(plan), sampling_batch(rows))
-        except Exception:
-            for entry in plan:
-                self.scheduler.finish(entry.sequence, "error")
-                self._deliver(self._requests[entry.sequence.request_id])
-            raise
+        except Exception as error:
+            row = row_without_token(error)
+            if row is None:
+                self._fail([entry.sequence for entry in plan])
+                raise
+            self._fail([rows[row]])  # the others' tokens of this step are drawn again in the next
+            raise ModelError(
+                f"the model's logits are no numbers for request {shown(rows[row].request_id)}: "
+                f"its weights are damaged, or too large for their dtype ({error})"
+            ) from error
         token_ids = result.token_ids.tolist()
         self.scheduler.commit(plan, token_ids)
         self._count(plan)
@@ -248,7 +271,7 @@ class InferenceEngine:
             finished = False
             while not finished:
                 while not outbox:
-                    self.advance()
+                    self.advance(outbox)
                 output = outbox.popleft()
                 finished = output.finished
                 yield output
@@ -318,6 +341,11 @@ class InferenceEngine:
                 self.scheduler.finish(sequence, "stop", stop)
             if request.stream or sequence.finish_reason is not None:
                 self._deliver(request)
+
+    def _fail(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            self.scheduler.finish(sequence, "error")
+            self._deliver(self._requests[sequence.request_id])
 
     def _deliver(self, request: Request) -> None:
         request.outbox.append(self._output(request))

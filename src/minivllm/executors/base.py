@@ -19,5 +19,9 @@ class Executor(Protocol):
         """One step: copy blocks, write K and V of every row, attend, and draw a token for each logit row.
 
         The step is a pure function of its arguments, the weights and the pool.
+
+        Raises:
+            RuntimeError: "logit row R has no token to choose", and why: see ``minivllm.sampler``. It says
+                nothing of other rows; the step may be repeated without that one.
         """
         ...
