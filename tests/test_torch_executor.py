@@ -228,7 +228,7 @@ def test_without_torch_the_message_names_the_extra() -> None:
     program = "import sys; sys.modules['torch'] = None; import minivllm.executors.torch_"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert found.returncode == 1
-    assert 'ConfigError: the torch executor needs PyTorch: pip install torch' in found.stderr
+    assert "ConfigError: the torch executor needs PyTorch: pip install torch" in found.stderr
 
 
 @CONFIGS

@@ -28,7 +28,7 @@ try:
     import torch.nn.functional as F
     from torch import Tensor
 except ImportError as error:
-    raise ConfigError('the torch executor needs PyTorch: pip install torch') from error
+    raise ConfigError("the torch executor needs PyTorch: pip install torch") from error
 
 HEAD_ROWS = 32  # rows whose logits exist at once: 32 × 50,000 × 4 bytes = 6.4 MB
 
