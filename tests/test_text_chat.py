@@ -216,6 +216,9 @@ def test_a_template_that_drops_the_message_to_continue() -> None:
         render_chat("nothing", SIMPLE, add_generation_prompt=False, continue_final_message=True)
 
 
+BIG = "{% set s = 'x' * 2**23 %}"
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [
@@ -244,6 +247,35 @@ def test_a_template_that_drops_the_message_to_continue() -> None:
         ("{{ 'a'.ljust(10**9) }}", "pads"),
         ("{{ 'a'|center(10**9) }}", "pads"),
         ("{{ range(10**9)|list }}", "Range too big"),
+        ("{{ (range(99999)|list * 160)|sort|length }}", "more than 100000 entries"),
+        ("{{ 160 * (range(99999)|list) }}", "more than 100000 entries"),
+        ("{{ ('x ' * 99999 ~ 'y z').split()|length }}", "more than 100000 entries"),
+        (BIG + "{{ ([s] * 99999)|join }}", "join would work on more"),
+        (BIG + "{{ (range(99999)|list)|join(s) }}", "join would work on more"),
+        (BIG + "{{ s.join(range(99999)|list) }}", "join would work on more"),
+        (BIG + "{{ ''.join([s] * 99999) }}", "join would work on more"),
+        (BIG + "{{ [s] * 99999 }}", "string would work on more"),
+        (BIG + "{{ '' ~ [s] * 99999 }}", "string would work on more"),
+        (BIG + "{{ ([s] * 99999)|string }}", "string would work on more"),
+        (BIG + "{{ ([s] * 99999)|tojson }}", "tojson would work on more"),
+        (BIG + "{{ ([s] * 99999)|sort|length }}", "sort would work on more"),
+        (BIG + "{{ [[[s] * 999] * 999]|string }}", "string would work on more"),
+        (BIG + "{{ s|replace('x', s) }}", "replace would work on more"),
+        (BIG + "{{ s.replace('x', s) }}", "replace would work on more"),
+        (BIG + "{{ s.replace('', s) }}", "replace would work on more"),
+        (BIG + "{{ s.translate({120: s}) }}", "translate would work on more"),
+        (BIG + "{{ ('%s' * 9999) % (([s] * 9999)|list) }}", "% would work on more"),
+        (BIG + "{{ ('{0}' * 9999).format(s) }}", "format would work on more"),
+        (BIG + "{{ (['x'] * 99999)|map('replace', 'x', s)|list|length }}", "characters and entries together"),
+        (BIG + "{{ (['x'] * 99999)|map('center', 10**7)|list|length }}", "characters and entries together"),
+        ("{{ ('\\n' * 99999)|indent(10**7) }}", "indent would work on more"),
+        ("{{ ('\\t' * 99999).expandtabs(10**7) }}", "expandtabs would work on more"),
+        ("{{ (range(99999)|list)|tojson(indent=10**7) }}", "tojson would work on more"),
+        ("{{ ([[1]] * 99999)|sum(start=[]) }}", "sums up lists"),
+        ("{{ '%1000000000d' % 5 }}", "width"),
+        ("{{ '%*d' % (10**9, 5) }}", "width"),
+        ("{{ '{:1000000000}'.format(5) }}", "width"),
+        ("{{ '%1000000000d'|format(5) }}", "width"),
         (DOUBLING.format("ns.s ~ ns.s"), "more than"),
         (DOUBLING.format("ns.s + ns.s"), "more than"),
         (DOUBLING.format("ns.s|replace('a', 'aa')"), "more than"),

@@ -1,18 +1,21 @@
 """Where chat templates are rendered: they come with a model, and are not trusted.
 
 A template runs in jinja2's immutable sandbox, cannot reach Python's internals, and is stopped when it loops
-for too long or makes a text too large. (What remains to one made to harm is to take time or memory within one
-step, by nesting lists or by absurd formats.) What it may use is what transformers offers templates: the
-functions raise_exception and strftime_now, tojson without escapes for HTML, break and continue, generation
-blocks.
+for too long, when a value is too large, or when all that it has made is. What an operation would make is
+estimated before, where that may be out of all proportion to what it is given.
+
+What it may use is what transformers offers templates: the functions raise_exception and strftime_now, tojson
+without escapes for HTML, break and continue, generation blocks.
 
 Knows nothing of messages.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, wraps
 from typing import Any
@@ -27,11 +30,24 @@ from jinja2.visitor import NodeTransformer
 
 from minivllm.errors import shown
 
-MAX_RENDERED_LENGTH = 2**24  #: characters of the whole text, and of any text or list made on the way
+MAX_RENDERED_LENGTH = 2**24  #: characters of the whole text, and of any text made on the way
+MAX_ENTRIES = 100_000  #: of any list or dict, and as jinja2 has it of any range
+MAX_TOTAL = 2**28  #: characters and entries of all values made
 MAX_RENDER_SECONDS = 3.0  #: of CPU time
 _MAX_POWER_BITS = 4096
 
-_deadline: ContextVar[float] = ContextVar("_deadline")  #: of the rendering under way, as time.thread_time()
+_WIDE = re.compile(r"\d{6}|\*")  # a width in a format, or one that is among the arguments
+
+
+@dataclass
+class _Budget:
+    """What the rendering under way has left."""
+
+    deadline: float  # as time.thread_time()
+    size: int = MAX_TOTAL  # characters and entries
+
+
+_budget: ContextVar[_Budget] = ContextVar("_budget")
 
 
 class TemplateError(Exception):
@@ -45,7 +61,7 @@ def render_template(template: str, variables: Mapping[str, Any]) -> str:
     Raises:
         TemplateError: it makes none.
     """
-    token = _deadline.set(time.thread_time() + MAX_RENDER_SECONDS)
+    token = _budget.set(_Budget(time.thread_time() + MAX_RENDER_SECONDS))
     try:
         pieces, length = [], 0
         for piece in _compiled(template).generate(variables):
@@ -57,7 +73,7 @@ def render_template(template: str, variables: Mapping[str, Any]) -> str:
     except Exception as error:  # a template may fail in any way
         raise TemplateError(str(error)[:500] or type(error).__name__) from None
     finally:
-        _deadline.reset(token)
+        _budget.reset(token)
 
 
 class _LimitError(jinja2.TemplateRuntimeError):
@@ -66,16 +82,74 @@ class _LimitError(jinja2.TemplateRuntimeError):
 
 def _tick() -> str:
     """Called in each turn of a loop and each call of a macro."""
-    if time.thread_time() > _deadline.get():
+    if time.thread_time() > _budget.get().deadline:
         raise _LimitError(f"it runs for more than {MAX_RENDER_SECONDS:g} seconds")
     return ""
 
 
 def _bounded(value: Any) -> Any:
-    """``value``, if it is not too large to go on with: what grows by doubling is caught here."""
-    if isinstance(value, str | bytes | list | tuple | dict) and len(value) > MAX_RENDERED_LENGTH:
-        raise _LimitError(f"it makes a value of more than {MAX_RENDERED_LENGTH} characters or entries")
+    """``value``, which has just been made, if it is not too large to go on with."""
+    if isinstance(value, _SIZED):
+        _check_length(len(value), value)
+        budget = _budget.get()
+        budget.size -= len(value)
+        if budget.size < 0:
+            raise _LimitError(f"its values have more than {MAX_TOTAL} characters and entries together")
     return value
+
+
+_SIZED = (str, bytes, list, tuple, dict)
+
+
+def _check_length(length: int, kind: Any) -> None:
+    """Refuse a length that a value of the kind of ``kind`` may not have."""
+    if isinstance(kind, str | bytes):
+        if length > MAX_RENDERED_LENGTH:
+            raise _LimitError(f"it makes a text of more than {MAX_RENDERED_LENGTH} characters")
+    elif length > MAX_ENTRIES:
+        raise _LimitError(f"it makes a list of more than {MAX_ENTRIES} entries")
+
+
+def _weight(value: Any) -> int:
+    """Characters and entries of a value and all within it; a number as an argument counts as itself."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, int):
+        return abs(int(value))
+    if isinstance(value, list | tuple | dict):
+        _tick()
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return len(value) + sum(_weight(part) for part in parts if not isinstance(part, int))
+    return MAX_ENTRIES if hasattr(value, "__next__") else 1
+
+
+def _check_work(name: str, subject: Any, arguments: list[Any]) -> None:
+    """Refuse an operation that would make, or go through, more than MAX_TOTAL characters and entries."""
+    most = max(map(_weight, arguments), default=0)
+    if name == "replace" and len(arguments) > 1:
+        old, new = str(arguments[0]), str(arguments[1])
+        size = str(subject).count(old) * len(new)
+    elif name in ("format", "%"):
+        text = str(subject)
+        if _WIDE.search(text):
+            raise _LimitError("it has a format with a width of more than 99999 characters, or a variable one")
+        size = (text.count("%") + text.count("{")) * most
+    elif name in _MULTIPLYING:
+        size = max(_weight(subject), 1) * max(most, 1)
+    elif name == "sum" and any(
+        isinstance(argument, _SIZED) and not isinstance(argument, str) for argument in arguments
+    ):
+        raise _LimitError("it sums up lists")
+    else:
+        size = _weight(subject) if name in _THOROUGH else 0
+    if size > MAX_TOTAL:
+        raise _LimitError(f"{name} would work on more than {MAX_TOTAL} characters and entries")
+
+
+#: Operations whose results grow with one argument times another
+_MULTIPLYING = {"join", "indent", "wordwrap", "expandtabs", "translate", "tojson"}
+#: Filters that go through all that is within a value
+_THOROUGH = {"sort", "min", "max", "unique", "groupby", "string", "pprint", "dictsort"}
 
 
 class _Templates(Extension):
@@ -91,6 +165,8 @@ class _Templates(Extension):
 
     @staticmethod
     def concatenate(*values: Any) -> str:
+        for value in values:
+            _check_work("string", value, [])
         return str(_bounded("".join(map(str, values))))
 
 
@@ -121,22 +197,21 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
             for text, count in ((left, right), (right, left)):
-                if (
-                    hasattr(text, "__len__")
-                    and isinstance(count, int)
-                    and len(text) * count > MAX_RENDERED_LENGTH
-                ):
-                    raise _LimitError(
-                        f"it makes a value of more than {MAX_RENDERED_LENGTH} characters or entries"
-                    )
+                if hasattr(text, "__len__") and isinstance(count, int):
+                    _check_length(len(text) * count, text)
         if operator == "**" and isinstance(left, int) and isinstance(right, int):  # noqa: SIM102
             if left.bit_length() * right > _MAX_POWER_BITS:
                 raise _LimitError(f"it makes a number of more than {_MAX_POWER_BITS} bits")
+        if operator == "%" and isinstance(left, str):
+            _check_work("%", left, [right])
         return _bounded(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(getattr(function, "__self__", None), str):
+        method = getattr(function, "__wrapped__", function)  # jinja2 wraps str.format
+        subject = getattr(method, "__self__", None)
+        if isinstance(subject, str):
             _check_widths(*args, **kwargs)
+            _check_work(method.__name__, subject, [*args, *kwargs.values()])
         return _bounded(super().call(context, function, *args, **kwargs))
 
 
@@ -147,13 +222,24 @@ def _check_widths(*args: Any, **kwargs: Any) -> None:
             raise _LimitError(f"it pads a text to more than {MAX_RENDERED_LENGTH} characters")
 
 
-def _bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)  # jinja2 marks its filters with attributes, which this copies
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        _check_widths(*args[1:], **kwargs)  # all but what is filtered
+        subject, *others = [argument for argument in args if not isinstance(argument, _CONTEXTS)]
+        _check_widths(*others, **kwargs)
+        _check_work(name, subject, [*others, *kwargs.values()])
         return _bounded(function(*args, **kwargs))
 
     return bounded
+
+
+_CONTEXTS = (jinja2.Environment, jinja2.runtime.Context, jinja2.nodes.EvalContext)
+
+
+def _printable(value: Any) -> Any:
+    """``value``, if its text would not be too large."""
+    _check_work("string", value, [])
+    return value
 
 
 def _tojson(
@@ -198,10 +284,13 @@ def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
 
 @lru_cache(maxsize=1)
 def _environment() -> _Environment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Templates, loopcontrols])
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Templates, loopcontrols], finalize=_printable
+    )
     del environment.globals["lipsum"]
     environment.filters["tojson"] = _tojson
-    environment.filters = {name: _bounded_filter(function) for name, function in environment.filters.items()}
+    filters = environment.filters.items()
+    environment.filters = {name: _bounded_filter(name, function) for name, function in filters}
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
