@@ -8,8 +8,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from helpers_shapes import SMALL_LLAMA, geometry
 from helpers_step import Stepper, make_checkpoint, one_sequence_batch, random_tensors
-from test_torch_executor import CONFIGS, LLAMA, PROMPT, geometry
+from test_torch_executor import EVERY_CONFIG, PROMPT
 
 from minivllm.batch import Batch
 from minivllm.executors.base import Executor
@@ -33,7 +34,7 @@ def both(config: ModelConfig, dtype: str, kv_dtype: str) -> list[Executor]:
     ]
 
 
-@CONFIGS
+@EVERY_CONFIG
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 def test_logprobs_agree(config: ModelConfig, dtype: str, kv_dtype: str) -> None:
@@ -57,7 +58,7 @@ def test_logprobs_agree(config: ModelConfig, dtype: str, kv_dtype: str) -> None:
 def test_tokens_agree_whatever_the_sampling() -> None:
     """Every position of a prompt yields a token, each with settings of its own, six times over."""
     rng = np.random.default_rng(5)
-    torch_, native = both(LLAMA, "float32", "float32")
+    torch_, native = both(SMALL_LLAMA, "float32", "float32")
     prompt = one_sequence_batch(PROMPT, 0, [2, 0, 1], 16, True)
     batch = Batch(**{**vars(prompt), "logit_rows": np.arange(len(PROMPT), dtype=np.int32)})
     for _ in range(6):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers_shapes import CONFIGS, GPT, LLAMA
 from helpers_step import Stepper, make_checkpoint, merged, one_sequence_batch, random_tensors
 from minivllm._core import supported_isas
 from oracle_decoder import forward
@@ -25,54 +26,6 @@ from minivllm.sampler import sample
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 
-# Sizes that are multiples of nothing that the kernels like.
-GPT = ModelConfig(
-    kind="gpt2",
-    vocab_size=131,
-    hidden_size=45,
-    intermediate_size=150,
-    num_layers=2,
-    num_heads=5,
-    num_kv_heads=5,
-    head_dim=9,
-    max_position=1200,
-    norm="layernorm",
-    norm_eps=1e-5,
-    norm_bias=True,
-    activation="gelu",
-    gated_mlp=False,
-    qkv_bias=True,
-    out_bias=True,
-    mlp_bias=True,
-    tied_head=True,
-    rope_inv_freq=None,
-)
-LLAMA = ModelConfig(
-    kind="llama",
-    vocab_size=203,
-    hidden_size=70,
-    intermediate_size=99,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=20,
-    max_position=1200,
-    norm="rmsnorm",
-    norm_eps=1e-6,
-    norm_bias=False,
-    activation="silu",
-    gated_mlp=True,
-    qkv_bias=False,
-    out_bias=False,
-    mlp_bias=False,
-    tied_head=True,
-    rope_inv_freq=tuple(float(x) for x in np.float32(500.0) ** (-np.arange(10, dtype=np.float32) / 10)),
-)
-#: Every flag that the two above do not turn.
-MIXED = dataclasses.replace(
-    LLAMA, kind="mixed", activation="gelu_tanh", qkv_bias=True, out_bias=True, mlp_bias=True, tied_head=False
-)
-CONFIGS = {config.kind: config for config in (GPT, LLAMA, MIXED)}
 LONG = np.random.default_rng(1).integers(0, 131, 1100).tolist()  # three context splits, the last a short one
 
 

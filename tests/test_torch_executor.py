@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers_shapes import SMALL_CONFIGS, SMALL_GPT, SMALL_LLAMA, geometry
 from helpers_step import GREEDY, Stepper, make_checkpoint, merged, one_sequence_batch, random_tensors
 
 from minivllm.batch import Batch, StepResult
@@ -27,56 +28,8 @@ if importlib.util.find_spec("torch") is not None:  # otherwise every test here s
     from minivllm.executors import torch_
     from minivllm.executors.torch_ import TorchExecutor
 
-GPT = ModelConfig(
-    kind="gpt2",
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=8,
-    max_position=64,
-    norm="layernorm",
-    norm_eps=1e-5,
-    norm_bias=True,
-    activation="gelu_tanh",
-    gated_mlp=False,
-    qkv_bias=True,
-    out_bias=True,
-    mlp_bias=True,
-    tied_head=True,
-    rope_inv_freq=None,
-)
-LLAMA = ModelConfig(
-    kind="llama",
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position=64,
-    norm="rmsnorm",
-    norm_eps=1e-5,
-    norm_bias=False,
-    activation="silu",
-    gated_mlp=True,
-    qkv_bias=False,
-    out_bias=False,
-    mlp_bias=False,
-    tied_head=False,
-    rope_inv_freq=(1.0, 0.1, 0.01, 0.001),
-)
-CONFIGS = pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
-PROMPT = np.random.default_rng(1).integers(0, 97, 40).tolist()
-
-
-def geometry(
-    config: ModelConfig, block_size: int = 16, num_blocks: int = 16, dtype: str = "float32"
-) -> KVGeometry:
-    return KVGeometry(config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim, dtype)  # type: ignore[arg-type]
+EVERY_CONFIG = pytest.mark.parametrize("config", SMALL_CONFIGS.values(), ids=SMALL_CONFIGS)
+PROMPT = np.random.default_rng(1).integers(0, SMALL_GPT.vocab_size, 40).tolist()
 
 
 def make_executor(config: ModelConfig, shape: KVGeometry, dtype: str = "float32") -> "TorchExecutor":
@@ -93,7 +46,7 @@ def assert_same(a: StepResult, b: StepResult, tolerance: float = 2e-5) -> None:
     np.testing.assert_allclose(a.top_logprobs, b.top_logprobs, rtol=0, atol=tolerance)
 
 
-@CONFIGS
+@EVERY_CONFIG
 @pytest.mark.parametrize(("block_size", "chunk"), [(1, 40), (1, 7), (5, 1), (16, 16), (16, 23), (64, 40)])
 def test_blocks_and_chunks_do_not_matter(config: ModelConfig, block_size: int, chunk: int) -> None:
     whole = Stepper(make_executor(config, geometry(config, 64, 1)), 64, [0], chunk=64).step(PROMPT)
@@ -104,7 +57,7 @@ def test_blocks_and_chunks_do_not_matter(config: ModelConfig, block_size: int, c
     assert_same(Stepper(executor, block_size, table, chunk).step(PROMPT), whole)
 
 
-@CONFIGS
+@EVERY_CONFIG
 def test_sequences_of_one_batch_do_not_touch_each_other(config: ModelConfig) -> None:
     """A prompt, a chunk that yields nothing, the last chunk of a prompt, and a decode, in one step."""
     parts = [(PROMPT[:9], 0, [3], True), (PROMPT[9:19], 0, [0], False), (PROMPT[20:30], 5, [7], True)]
@@ -128,7 +81,7 @@ def test_sequences_of_one_batch_do_not_touch_each_other(config: ModelConfig) -> 
         np.testing.assert_allclose(result.top_logprobs[row], expected.top_logprobs[0], rtol=0, atol=2e-5)
 
 
-@CONFIGS
+@EVERY_CONFIG
 def test_a_step_writes_its_slots_and_no_others(config: ModelConfig) -> None:
     shape = geometry(config, block_size=4, num_blocks=6)
     pool = KVPool.reserve(shape)
@@ -141,7 +94,7 @@ def test_a_step_writes_its_slots_and_no_others(config: ModelConfig) -> None:
     ]
 
 
-@CONFIGS
+@EVERY_CONFIG
 def test_copies_happen_before_any_write(config: ModelConfig) -> None:
     """Block 0 holds 5 tokens; in one step 3 of them are copied away and then block 0 is written over."""
     executor = make_executor(config, geometry(config, block_size=8, num_blocks=4))
@@ -159,7 +112,7 @@ def test_copies_happen_before_any_write(config: ModelConfig) -> None:
     np.testing.assert_allclose(result.top_logprobs[1], fresh.top_logprobs[0], rtol=0, atol=2e-5)
 
 
-@CONFIGS
+@EVERY_CONFIG
 def test_a_bfloat16_pool_holds_rounded_keys_and_values(config: ModelConfig) -> None:
     exact, rounded = (
         make_executor(config, geometry(config)),
@@ -175,7 +128,7 @@ def test_a_bfloat16_pool_holds_rounded_keys_and_values(config: ModelConfig) -> N
     np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=0.3)
 
 
-@CONFIGS
+@EVERY_CONFIG
 def test_bfloat16_rounds_matrices_and_what_enters_them(config: ModelConfig) -> None:
     tensors = random_tensors(config)
     executor = TorchExecutor(make_checkpoint(config, tensors), geometry(config), "bfloat16")
@@ -194,17 +147,17 @@ def test_bfloat16_rounds_matrices_and_what_enters_them(config: ModelConfig) -> N
 
 
 def test_bfloat16_files_are_taken_bit_by_bit() -> None:
-    tensors = {n: torch.from_numpy(a).bfloat16() for n, a in random_tensors(LLAMA).items()}
+    tensors = {n: torch.from_numpy(a).bfloat16() for n, a in random_tensors(SMALL_LLAMA).items()}
     bits = {n: t.view(torch.int16).numpy().view(np.uint16) for n, t in tensors.items()}
     stored = {n: StoredTensor(a.shape, "bfloat16", lambda a=a: a) for n, a in bits.items()}
-    checkpoint = replace(make_checkpoint(LLAMA, random_tensors(LLAMA)), stored=stored)
-    executor = TorchExecutor(checkpoint, geometry(LLAMA), "bfloat16")
+    checkpoint = replace(make_checkpoint(SMALL_LLAMA, random_tensors(SMALL_LLAMA)), stored=stored)
+    executor = TorchExecutor(checkpoint, geometry(SMALL_LLAMA), "bfloat16")
     for name, tensor in tensors.items():
         assert torch.equal(executor.weights[name].bfloat16(), tensor), name
 
 
 def test_logits_are_made_in_slices_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = make_executor(LLAMA, geometry(LLAMA))
+    executor = make_executor(SMALL_LLAMA, geometry(SMALL_LLAMA))
     whole = one_sequence_batch(PROMPT[:10], 0, [0], 16, True)
     every_row = Batch(**{**vars(whole), "logit_rows": np.arange(10, dtype=np.int32)})
     expected = execute(executor, every_row)
@@ -219,9 +172,9 @@ def test_logits_are_made_in_slices_of_rows(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("device", ["tpu", "cpu:1", "cuda:x", "", "cuda:99"])
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
-    checkpoint = make_checkpoint(GPT, random_tensors(GPT))
+    checkpoint = make_checkpoint(SMALL_GPT, random_tensors(SMALL_GPT))
     with pytest.raises(ConfigError, match=r'"cpu", "cuda" or|CUDA device|there is no device'):
-        TorchExecutor(checkpoint, geometry(GPT), "float32", device)
+        TorchExecutor(checkpoint, geometry(SMALL_GPT), "float32", device)
 
 
 def test_without_torch_the_message_names_the_extra() -> None:
@@ -231,7 +184,7 @@ def test_without_torch_the_message_names_the_extra() -> None:
     assert "ConfigError: the torch executor needs PyTorch: pip install torch" in found.stderr
 
 
-@CONFIGS
+@EVERY_CONFIG
 def test_cuda_agrees_with_the_cpu(config: ModelConfig) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
