@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from minivllm.kv_cache.kv_pool import KVGeometry
 from minivllm.models.config import ModelConfig
@@ -67,7 +68,8 @@ SMALL_LLAMA = dataclasses.replace(
     tied_head=False,
     rope_inv_freq=(1.0, 0.1, 0.01, 0.001),
 )
-SMALL_CONFIGS = {config.kind: config for config in (SMALL_GPT, SMALL_LLAMA)}
+EVERY_SMALL_CONFIG = pytest.mark.parametrize("config", [SMALL_GPT, SMALL_LLAMA], ids=["gpt", "llama"])
+SMALL_PROMPT = np.random.default_rng(1).integers(0, SMALL_GPT.vocab_size, 40).tolist()
 
 
 def geometry(

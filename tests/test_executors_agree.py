@@ -8,9 +8,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from helpers_shapes import SMALL_LLAMA, geometry
+from helpers_shapes import EVERY_SMALL_CONFIG, SMALL_LLAMA, SMALL_PROMPT, geometry
 from helpers_step import Stepper, make_checkpoint, one_sequence_batch, random_tensors
-from test_torch_executor import EVERY_CONFIG, PROMPT
 
 from minivllm.batch import Batch
 from minivllm.executors.base import Executor
@@ -34,7 +33,7 @@ def both(config: ModelConfig, dtype: str, kv_dtype: str) -> list[Executor]:
     ]
 
 
-@EVERY_CONFIG
+@EVERY_SMALL_CONFIG
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 def test_logprobs_agree(config: ModelConfig, dtype: str, kv_dtype: str) -> None:
@@ -44,13 +43,13 @@ def test_logprobs_agree(config: ModelConfig, dtype: str, kv_dtype: str) -> None:
     """
     torch_, native = (Stepper(executor, 16, [3, 1, 2], 16) for executor in both(config, dtype, kv_dtype))
     differences = []
-    for length in range(5, len(PROMPT)):
-        a, b = torch_.step(PROMPT[:length]), native.step(PROMPT[:length])
+    for length in range(5, len(SMALL_PROMPT)):
+        a, b = torch_.step(SMALL_PROMPT[:length]), native.step(SMALL_PROMPT[:length])
         logprobs = dict(zip(b.top_token_ids[0].tolist(), b.top_logprobs[0].tolist(), strict=True))
         for token_id, logprob in zip(a.top_token_ids[0].tolist(), a.top_logprobs[0].tolist(), strict=True):
             if token_id in logprobs:  # the 20th and the 21st may be as good as equal
                 differences.append(abs(logprob - logprobs[token_id]))
-    assert len(differences) > 19 * (len(PROMPT) - 5)
+    assert len(differences) > 19 * (len(SMALL_PROMPT) - 5)
     assert np.median(differences) < (1e-5 if kv_dtype == "float32" else 0.02)
     assert max(differences) < (1e-4 if (dtype, kv_dtype) == ("float32", "float32") else 0.15)
 
@@ -59,10 +58,10 @@ def test_tokens_agree_whatever_the_sampling() -> None:
     """Every position of a prompt yields a token, each with settings of its own, six times over."""
     rng = np.random.default_rng(5)
     torch_, native = both(SMALL_LLAMA, "float32", "float32")
-    prompt = one_sequence_batch(PROMPT, 0, [2, 0, 1], 16, True)
-    batch = Batch(**{**vars(prompt), "logit_rows": np.arange(len(PROMPT), dtype=np.int32)})
+    prompt = one_sequence_batch(SMALL_PROMPT, 0, [2, 0, 1], 16, True)
+    batch = Batch(**{**vars(prompt), "logit_rows": np.arange(len(SMALL_PROMPT), dtype=np.int32)})
     for _ in range(6):
-        sequences = [random_sequence(rng) for _ in PROMPT]
+        sequences = [random_sequence(rng) for _ in SMALL_PROMPT]
         a, b = (executor.execute(batch, sampling_batch(sequences)) for executor in (torch_, native))
         np.testing.assert_array_equal(a.token_ids, b.token_ids)
         np.testing.assert_array_equal(a.ranks, b.ranks)

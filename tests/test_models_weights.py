@@ -7,15 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers_shapes import SMALL_LLAMA
 from helpers_step import make_checkpoint, random_tensors
-from test_torch_executor import LLAMA
 
 from minivllm.models.weights import StoredTensor, map_file
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_what_was_read_is_not_kept_in_memory(tmp_path: Path) -> None:
-    config = dataclasses.replace(LLAMA, vocab_size=2**22 // LLAMA.hidden_size)  # an embedding of 16 MiB
+    embedding_rows = 2**22 // SMALL_LLAMA.hidden_size  # 16 MiB
+    config = dataclasses.replace(SMALL_LLAMA, vocab_size=embedding_rows)
     tensors = random_tensors(config)
     embedding = tensors["embed.weight"]
     file = tmp_path / "weights"
