@@ -315,7 +315,7 @@ def test_config_keeps_numpy_integers_as_ints() -> None:
 
 
 def test_a_dtype_that_is_asked_for_is_what_the_weights_get() -> None:
-    assert EngineConfig("m").weight_quantization == "auto"
-    assert EngineConfig("m", dtype="float32").weight_quantization is None
+    assert EngineConfig("m", quantization="auto").weight_quantization == "auto"
+    assert EngineConfig("m", dtype="float32", quantization="auto").weight_quantization is None
     assert EngineConfig("m", dtype="float32", quantization="int8").weight_quantization == "int8"
-    assert EngineConfig("m", quantization=None).weight_quantization is None
+    assert EngineConfig("m").weight_quantization is None

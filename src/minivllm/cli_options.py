@@ -28,8 +28,8 @@ class EngineOptions:
     dtype: Annotated[Dtype, _engine("--dtype", help="Of the weights; auto: the checkpoint's.")] = "auto"
     quantization: Annotated[
         str,
-        _engine("--quantization", help="auto: the checkpoint's, unless --dtype is given; int8, int4, none."),
-    ] = "auto"
+        _engine("--quantization", help="none; auto: the checkpoint's, unless --dtype is given; int8; int4."),
+    ] = "none"
     kv_cache_dtype: Annotated[Dtype, _engine("--kv-cache-dtype", help="auto: as --dtype.")] = "auto"
     block_size: Annotated[int, _engine("--block-size", help="Tokens in a KV block.")] = 16
     num_blocks: Annotated[int | None, _engine("--num-blocks", help="KV blocks; default: by memory.")] = None
