@@ -41,7 +41,7 @@ class EngineConfig:
     model: str | Path  #: an alias ("smollm2-135m"), a file, a directory, or a Hub name
     dtype: Dtype = "auto"  #: of the weights; auto: float32 for float32 checkpoints, else bfloat16
     quantization: Quantization | None = None
-    """Of the weights, in the native executor. None: all weights in ``dtype``; auto: as the file has them (Q8_0
+    """Of the native executor's weights. None: all weights in ``dtype``; auto: as the file has them (Q8_0
     and Q6_K of a GGUF become int8, Q4_0 and Q4_1 int4; only Q6_K is rounded), unless a ``dtype`` is asked
     for; int8, int4: whatever the file has (int4: embedding and head int8). The torch executor has them in
     ``dtype`` always."""
