@@ -33,14 +33,14 @@ struct Run {
         : memory(static_cast<size_t>(c.num_layers * 2 * blocks(tokens, block_size_) * block_size_ * c.kv_size() *
                                      number_size(number))),
           block_size(block_size_),
-          decoder(c, {memory.data(), number, blocks(tokens, block_size_), block_size_}, number, threads, isa) {
+          decoder(c, {memory.data(), number, blocks(tokens, block_size_), block_size_}, number, {}, threads, isa) {
         for (auto i = static_cast<int32_t>(blocks(tokens, block_size)); i-- > 0;) table.push_back(i);
         std::mt19937 generator(1);
         std::normal_distribution<float> normal(0, .3f);
         const auto load = [&](const std::string& name, int64_t rows, int64_t columns) {
             std::vector<float> values(static_cast<size_t>(rows * columns));
             for (float& value : values) value = normal(generator);
-            decoder.load(name, values.data(), Number::f32, rows, columns);
+            decoder.load(name, values.data(), minivllm::Stored::f32, rows, columns);
         };
         const auto linear = [&](const std::string& name, int64_t rows, int64_t columns, bool bias) {
             load(name + ".weight", rows, columns);
