@@ -241,29 +241,28 @@ INLINE void add_group(const int32_t* sums, const char* x_scales, int64_t x_bytes
 
 // tile [16][kPanel] of 16 rows and an unpacked panel.
 template <bool Four_bits>
-static void int_block(const char* x, int64_t x_bytes, const char* panel, const char* unpacked, int64_t groups, float* tile,
-                      Fetch& fetch) {
+static void int_block(const Matmul& m, const char* x, const char* panel, const char* unpacked, float* tile, Fetch& fetch) {
     constexpr int64_t group_bytes = Four_bits ? kGroupBytes4 : kGroupBytes8;
+    const int64_t groups = (m.k + kGroup - 1) / kGroup, planes = m.planes;
     alignas(64) int32_t sums[2][16 * 16];
     for (int64_t half = 0; half < 2; half++) {
         vf acc[16] = {};
-        const auto* scales = reinterpret_cast<const uint16_t*>(panel + kPanel * (Four_bits ? kGroup / 2 : kGroup)) + 16 * half;
-        const char* x_scales = x + groups * kGroup;
-        const char* b = unpacked + 64 * half;
+        const char* scales = panel + kPanel * (Four_bits ? kGroup / 2 : kGroup) + 32 * half;
         // The tiles are a group ahead of the vectors.
-        for (int64_t g = 0; g <= groups; g++) {
-            if (g < groups) {
+        for (int64_t at = 0; at <= groups * planes; at++) {
+            if (at < groups * planes) {
+                const int64_t g = planes == 1 ? at : at / 2, plane = planes == 1 ? 0 : at % 2;
                 _tile_zero(0);
-                _tile_loadd(4, x + g * kGroup, x_bytes);
-                _tile_loadd(6, b + g * kGroup * kPanel, kPanel * 4);
+                _tile_loadd(4, row_quants(x, groups, plane) + g * kGroup, m.x_bytes);
+                _tile_loadd(6, unpacked + 64 * half + g * kGroup * kPanel, kPanel * 4);
                 _tile_dpbssd(0, 4, 6);
-                _tile_stored(0, sums[g % 2], 64);
+                _tile_stored(0, sums[at % 2], 64);
                 Fetch::some(fetch);
             }
-            if (g == 0) continue;
-            add_group<Four_bits>(sums[(g - 1) % 2], x_scales, x_bytes, scales, acc);
-            x_scales += sizeof(GroupScale);
-            scales += group_bytes / 2;
+            if (at == 0) continue;
+            const int64_t g = planes == 1 ? at - 1 : (at - 1) / 2, plane = planes == 1 ? 0 : (at - 1) % 2;
+            add_group<Four_bits>(sums[(at - 1) % 2], reinterpret_cast<const char*>(row_scales(x, groups, plane) + g),
+                                 m.x_bytes, reinterpret_cast<const uint16_t*>(scales + g * group_bytes), acc);
         }
         UNROLL
         for (int r = 0; r < 16; r++) store(tile + r * kPanel + 16 * half, acc[r]);
@@ -292,8 +291,7 @@ static void matmul_int_tiles(const Matmul& m, int64_t row, int64_t row_end, int6
             },
             [&](int64_t r, int64_t, float* to, Pending& pending) {
                 Pending::some(m, pending, pending.rows);
-                int_block<Four_bits>(static_cast<const char*>(m.x) + r * m.x_bytes, m.x_bytes, panel, unpacked, groups, to,
-                                     fetch);
+                int_block<Four_bits>(m, static_cast<const char*>(m.x) + r * m.x_bytes, panel, unpacked, to, fetch);
             });
     }
     _tile_release();

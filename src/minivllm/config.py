@@ -41,9 +41,9 @@ class EngineConfig:
     model: str | Path  #: an alias ("smollm2-135m"), a file, a directory, or a Hub name
     dtype: Dtype = "auto"  #: of the weights; auto: float32 for float32 checkpoints, else bfloat16
     quantization: Quantization | None = "auto"
-    """Of the weights, in the native executor. auto: as the file has them (GGUF's Q8_0 becomes int8, Q4_0 and Q4_1
-    int4, all without loss, Q6_K int8); int8, int4: whatever the file has (int4: embedding and head int8); None:
-    all weights in ``dtype``. The torch executor has them in ``dtype`` always."""
+    """Of the weights, in the native executor. auto: as the file has them (of GGUF's types, Q8_0 becomes int8,
+    Q4_0 and Q4_1 int4, all without loss, and Q6_K int8); int8, int4: whatever the file has (with int4,
+    embedding and head are int8); None: all weights in ``dtype``, as the torch executor always has them."""
     block_size: int = 16
     """Tokens in a KV block, 1 to the context length. 16: a sequence wastes half a block on average, 8 tokens
     (2 % of a 400-token chat), while a block of a small model is still a few KiB in each layer."""

@@ -99,7 +99,7 @@ def matrix_formats(
         if quantization == "auto":
             formats[name] = _NEAREST.get(checkpoint.stored[name].dtype, dtype)
         elif quantization == "int4" and name.startswith(("embed.", "head.")):
-            formats[name] = "int8"  # they decide more than their share of the memory; ggml's own files do the same
+            formats[name] = "int8"  # worth more than their share of the memory; ggml's files do so too
         else:
             formats[name] = quantization or dtype
     return formats
