@@ -154,7 +154,7 @@ def test_company_chunks_and_threads_do_not_matter(
     checkpoint = make_checkpoint(ODD, random_tensors(ODD))
     tokens = [token % ODD.vocab_size for token in TOKENS]
     whole = Stepper(make(checkpoint, quantization, dtype), 16, list(range(16)), 1000).step(tokens)
-    for threads, chunk in [(1, 1000), (3, 37), (2, 5), (1, 1)]:
+    for threads, chunk in [(1, 1000), (3, 37), (2, 1)]:
         again = Stepper(make(checkpoint, quantization, dtype, threads), 16, list(range(16)), chunk).step(
             tokens
         )

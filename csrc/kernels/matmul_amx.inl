@@ -50,14 +50,16 @@ static void configure_group_tiles() {
     configure(config);
 }
 
-// Sums of up to 16 rows and one or two panels, over steps of 32 of k.
+// Sums of up to 16 rows and one or two panels, over steps of 32 of k. `after`: panels that the same thread takes next.
 template <int P>
-INLINE void add_wide(const char* x, int64_t x_bytes, const char* b, const char* b2, int64_t steps) {
-    constexpr int64_t ahead = 4096;  // bytes to prefetch at
+INLINE void add_wide(const char* x, int64_t x_bytes, const char* b, const char* b2, int64_t steps, const char* after) {
+    constexpr int64_t kAhead = 2;  // steps to prefetch at
+    const int64_t panel_size = steps * kPanelStep;
     for (int64_t i = 0; i < steps; i++, x += 64, b += kPanelStep, b2 += kPanelStep) {
+        const char* ahead = i + kAhead < steps ? b + kAhead * kPanelStep : after + (i + kAhead - steps) * kPanelStep;
         for (int64_t line = 0; line < kPanelStep; line += 64) {
-            __builtin_prefetch(b + ahead + line);
-            if (P == 2) __builtin_prefetch(b2 + ahead + line);
+            __builtin_prefetch(ahead + line);
+            if (P == 2) __builtin_prefetch(ahead + panel_size + line);
         }
         _tile_loadd(4, x, x_bytes);
         _tile_loadd(6, b, 64);
@@ -108,12 +110,13 @@ INLINE void add_block(const char* x, int64_t x_bytes, bool two, const char* b, i
 
 // tile [P][rows][kPanel] for up to 16 rows.
 template <int P>
-static void wide_tile(const char* x, int64_t x_bytes, const char* panel, int64_t steps, int64_t rows, float* tile) {
+static void wide_tile(const char* x, int64_t x_bytes, const char* panel, int64_t steps, int64_t rows, float* tile,
+                      const char* after) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    add_wide<P>(x, x_bytes, panel, panel + steps * kPanelStep, steps);
+    add_wide<P>(x, x_bytes, panel, panel + steps * kPanelStep, steps, after);
     _tile_stored(0, tile, kPanel * 4);
     _tile_stored(1, tile + 16, kPanel * 4);
     if (P == 1) return;
@@ -128,10 +131,12 @@ static void few_rows(const Matmul& m, int64_t row, int64_t rows, int64_t unit, i
     configure_tiles(rows, true);
     for_panels(m, unit, unit_end, [&](int64_t at, int64_t first, int panels) {
         const char* panel = static_cast<const char*>(m.panels) + first * steps * kPanelStep;
+        const Fetch fetch = fetch_next(m, steps * kPanelStep, unit, unit_end, first, panels, 1, steps);
+        const char* after = fetch.next ? fetch.next : panel;  // nothing: what is there already
         if (panels == 2)
-            wide_tile<2>(x, m.x_bytes, panel, steps, rows, tile);
+            wide_tile<2>(x, m.x_bytes, panel, steps, rows, tile, after);
         else
-            wide_tile<1>(x, m.x_bytes, panel, steps, rows, tile);
+            wide_tile<1>(x, m.x_bytes, panel, steps, rows, tile, after);
         memory_is_read();
         finish_panels(m, row, rows, at, panels, tile);
     });
