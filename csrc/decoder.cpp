@@ -203,9 +203,9 @@ void Decoder::matmul(const PackedMatrix& m, const AlignedBuffer& x, int64_t x_ro
     int64_t input_row = x_stride * number_size(model_.number);
     const Input wanted = input_of(m.format);
     if (wanted != (model_.number == Number::f32 ? Input::f32 : Input::bf16)) {
-        const int64_t row_bytes = input_bytes(wanted, m.k, kernels_.group_bytes);
+        const int64_t row_bytes = input_bytes(wanted, m.k, kernels_.group_bytes, m.planes);
         prepared_.reserve((rows + 15) * row_bytes);
-        const Prepare prepare{model_.number, input, x_stride, m.k, wanted, prepared_.as<char>(), row_bytes};
+        const Prepare prepare{model_.number, input, x_stride, m.k, wanted, prepared_.as<char>(), row_bytes, m.planes};
         for_rows(rows, 8, [&](int64_t r, int64_t end) { kernels_.prepare(prepare, r, end); });
         input = prepared_.as<char>();
         input_row = row_bytes;
@@ -216,7 +216,7 @@ void Decoder::matmul(const PackedMatrix& m, const AlignedBuffer& x, int64_t x_ro
     const int64_t unit_grain = std::max<int64_t>(1, units * row_pieces / (16 * threads_.num_threads()));
     const Matmul job{m.format,         input,         input_row, m.panels(), m.k, m.bias.as<float>(), epilogue,
                      model_.config.activation, model_.number, out.as<char>(), out_stride, units,
-                     std::max<int64_t>(1, threads_.num_threads() * unit_grain / row_pieces)};
+                     std::max<int64_t>(1, threads_.num_threads() * unit_grain / row_pieces), m.planes};
     threads_.run(row_pieces * ceil_div(units, unit_grain), [&](int64_t piece, int thread) {
         const int64_t row = piece % row_pieces * row_grain, unit = piece / row_pieces * unit_grain;
         kernels_.matmul(job, row, std::min(rows, row + row_grain), unit, std::min(units, unit + unit_grain),
@@ -274,9 +274,12 @@ void Decoder::attend(int64_t layer) {
                         attention_stride_};
     const int64_t pieces = static_cast<int64_t>(tiles_.size()) * c.num_kv_heads;
     if (!split_) {
-        threads_.run(pieces, [&](int64_t piece, int thread) {
-            const Tile& tile = tiles_[static_cast<size_t>(piece / c.num_kv_heads)];
-            kernels_.attend(job, tile.query, piece % c.num_kv_heads, scratch_[static_cast<size_t>(thread)].as<float>());
+        // All heads of a tile together, so that the next one's keys can be fetched in time, if there are enough tiles.
+        const int64_t heads = static_cast<int64_t>(tiles_.size()) >= 8 * threads_.num_threads() ? c.num_kv_heads : 1;
+        threads_.run(pieces / heads, [&](int64_t piece, int thread) {
+            const Tile& tile = tiles_[static_cast<size_t>(piece * heads / c.num_kv_heads)];
+            const int64_t head = piece * heads % c.num_kv_heads;
+            kernels_.attend(job, tile.query, head, head + heads, scratch_[static_cast<size_t>(thread)].as<float>());
         });
         return;
     }

@@ -52,6 +52,7 @@ Model::Model(const ModelConfig& config_, Number number_, const std::unordered_ma
         add_norm(name + "mlp_norm", layer.mlp_norm);
         const int64_t qkv_panels = padded(c.q_size() + 2 * c.kv_size()) / kPanel;
         layer.qkv = matrix({name + "q", name + "k", name + "v"}, qkv_panels, c.hidden_size, c.qkv_bias);
+        layer.qkv.planes = 2;  // a few channels of their input are far larger than the rest; most of the loss was here
         add_matrix(name + "q", c.q_size(), layer.qkv, c.qkv_bias);
         add_matrix(name + "k", c.kv_size(), layer.qkv, c.qkv_bias, c.q_size());
         add_matrix(name + "v", c.kv_size(), layer.qkv, c.qkv_bias, c.q_size() + c.kv_size());

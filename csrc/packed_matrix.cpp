@@ -21,7 +21,7 @@ Quantized quantize8(const float* x) {
     result.d = to_half(most / 127);
     const float d = from_half(result.d);
     for (int64_t i = 0; i < kGroup; i++) {
-        const float q = d > 0 ? std::nearbyint(x[i] / d) : 0;
+        const float q = d > 0 ? x[i] / d + 12582912.f - 12582912.f : 0;  // 1.5 · 2^23: adding it rounds to an integer
         result.q[i] = static_cast<uint8_t>(128 + static_cast<int>(std::max(-127.f, std::min(127.f, q == q ? q : 0))));
     }
     return result;

@@ -32,6 +32,7 @@ public:
 
     Format format = Format::f32;
     int64_t k = 0, num_panels = 0;
+    int64_t planes = 1;  // of 8-bit activations, if the weights are quantised (kernels.h, Input)
     AlignedBuffer bias;  // float32 [padded outputs], or empty
 
 private:

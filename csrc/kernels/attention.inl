@@ -120,25 +120,30 @@ INLINE void clear_values(T* values, int64_t head, int64_t lane, int64_t end) {
 }
 
 // Fills scratch with keys [start, start + count) of the sequence, values followed by zeros up to the next key step.
+// Memory is asked for ahead of time, and at the end of the context for kv head `next`, if that is not −1.
 template <class T>
-static void load_tile(const CacheLayer& c, const QueryTile& tile, int64_t kv_head, int64_t start, int64_t count,
-                      int64_t context, const AttentionScratch<T>& s) {
-    const auto cell = [&](int64_t position) {
-        const int64_t block = tile.block_table[position / c.block_size];
-        return ((block * c.kv_heads + kv_head) * c.block_size + position % c.block_size) * c.head_dim;
-    };
+static void load_tile(const CacheLayer& c, const QueryTile& tile, int64_t kv_head, int64_t next, int64_t start,
+                      int64_t count, int64_t context, const AttentionScratch<T>& s) {
     const T *keys = static_cast<const T*>(c.keys), *values = static_cast<const T*>(c.values);
+    const auto cell = [&](int64_t position, int64_t head) {
+        const int64_t block = tile.block_table[position / c.block_size];
+        return ((block * c.kv_heads + head) * c.block_size + position % c.block_size) * c.head_dim;
+    };
+    const auto fetch = [&](int64_t position, int64_t head, int64_t run) {
+        const int64_t at = cell(position, head), end = at + run * c.head_dim;
+        for (int64_t i = at; i < end; i += 64 / static_cast<int64_t>(sizeof(T))) {
+            __builtin_prefetch(keys + i);
+            __builtin_prefetch(values + i);
+        }
+    };
     for (int64_t lane = 0; lane < count;) {
         const int64_t position = start + lane, in_block = c.block_size - position % c.block_size;
-        const int64_t run = min_of(count - lane, in_block);
-        if (const int64_t later = position + kFetchAhead; later < context) {
-            const int64_t at = cell(later), end = at + run * c.head_dim;
-            for (int64_t i = at; i < end; i += 64 / static_cast<int64_t>(sizeof(T))) {
-                __builtin_prefetch(keys + i);
-                __builtin_prefetch(values + i);
-            }
-        }
-        const int64_t at = cell(position);
+        const int64_t run = min_of(count - lane, in_block), later = position + kFetchAhead;
+        if (later < context)
+            fetch(later, kv_head, run);
+        else if (next >= 0 && later - context + run <= context)
+            fetch(later - context, next, run);
+        const int64_t at = cell(position, kv_head);
         // The rest of the block, whatever is there: whole squares are faster, and scores of unseen keys go unused.
         pack_keys(keys + at, min_of(kKeyTile - lane, in_block), c.head_dim, s.keys, lane);
         pack_values(values + at, run, c.head_dim, s.values, s.head, lane);
@@ -380,7 +385,7 @@ INLINE void soften(const AttentionScratch<T>& s, const float* group_scores, cons
 // Sums up one split for every query of the tile into s.split. What it leaves for queries that see none of it means
 // nothing.
 template <class T>
-static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split,
+static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t next, int64_t split,
                       const AttentionScratch<T>& s) {
     const int64_t group = a.heads / a.cache.kv_heads, head_dim = a.cache.head_dim, queries = tile.rows * group;
     const float scale = a.scale * 1.44269504f;  // to base 2
@@ -395,7 +400,7 @@ static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head
 #endif
     for (int64_t start = split * kContextSplit; start < end; start += kKeyTile) {
         const int64_t keys = min_of(kKeyTile, end - start);
-        load_tile<T>(a.cache, tile, kv_head, start, keys, context, s);
+        load_tile<T>(a.cache, tile, kv_head, next, start, keys, context, s);
         const auto count_of = [&](int64_t query) {
             const int64_t seen = tile.positions[query / group] + 1 - start;
             return seen < 0 ? 0 : min_of(keys, seen);
@@ -465,14 +470,14 @@ INLINE bool sees(const QueryTile& tile, int64_t query, int64_t group, int64_t sp
 }
 
 template <class T>
-static void attend_tile(const Attention& a, const QueryTile& tile, int64_t kv_head, float* scratch) {
+static void attend_tile(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t next, float* scratch) {
     const int64_t group = a.heads / a.cache.kv_heads, queries = tile.rows * group;
     const AttentionScratch<T> s(scratch, queries, a.cache.head_dim);
     const Partials part(s.split, s.room), total(s.total, s.room);
     load_queries(a, tile, kv_head, s);
     const int64_t splits = tile.positions[tile.rows - 1] / kContextSplit + 1;
     for (int64_t split = 0; split < splits; split++) {
-        sum_split(a, tile, kv_head, split, s);
+        sum_split(a, tile, kv_head, next, split, s);
         for (int64_t i = 0; i < queries; i++) {
             if (split == 0)
                 copy_partial(total, part, i, s.head);
@@ -483,11 +488,14 @@ static void attend_tile(const Attention& a, const QueryTile& tile, int64_t kv_he
     for (int64_t i = 0; i < queries; i++) write_output(a, tile, kv_head, i, total);
 }
 
-static void attend(const Attention& a, const QueryTile& tile, int64_t kv_head, float* scratch) {
-    if (a.cache.number == Number::f32)
-        attend_tile<float>(a, tile, kv_head, scratch);
-    else
-        attend_tile<uint16_t>(a, tile, kv_head, scratch);
+static void attend(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t kv_head_end, float* scratch) {
+    for (; kv_head < kv_head_end; kv_head++) {
+        const int64_t next = kv_head + 1 < kv_head_end ? kv_head + 1 : -1;
+        if (a.cache.number == Number::f32)
+            attend_tile<float>(a, tile, kv_head, next, scratch);
+        else
+            attend_tile<uint16_t>(a, tile, kv_head, next, scratch);
+    }
 }
 
 template <class T>
@@ -496,7 +504,7 @@ static void attend_tile_split(const Attention& a, const QueryTile& tile, int64_t
     const int64_t group = a.heads / a.cache.kv_heads, queries = tile.rows * group;
     const AttentionScratch<T> s(scratch, queries, a.cache.head_dim);
     load_queries(a, tile, kv_head, s);
-    sum_split(a, tile, kv_head, split, s);
+    sum_split(a, tile, kv_head, -1, split, s);
     const Partials to(partials, queries), from(s.split, s.room);
     for (int64_t i = 0; i < queries; i++)
         if (sees(tile, i, group, split)) copy_partial(to, from, i, s.head);

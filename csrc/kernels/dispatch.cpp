@@ -109,9 +109,9 @@ int64_t panel_bytes(Format format, int64_t k, bool bf16_tiles) {
     return 0;
 }
 
-int64_t input_bytes(Input input, int64_t k, int64_t group_bytes) {
+int64_t input_bytes(Input input, int64_t k, int64_t group_bytes, int64_t planes) {
     const int64_t groups = (k + kGroup - 1) / kGroup;
-    const int64_t bytes = groups * (input == Input::groups ? group_bytes : kGroup * (input == Input::f32 ? 4 : 2));
+    const int64_t bytes = groups * (input == Input::groups ? planes * group_bytes : kGroup * (input == Input::f32 ? 4 : 2));
     return (bytes + 63) / 64 * 64;
 }
 

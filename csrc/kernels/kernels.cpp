@@ -39,7 +39,7 @@ extern const Kernels MINIVLLM_TABLE(MINIVLLM_ISA);
 const Kernels MINIVLLM_TABLE(MINIVLLM_ISA) = {
     MINIVLLM_NAME(MINIVLLM_ISA),
     kTiled,
-    sizeof(Quant) * kGroup + sizeof(GroupScale),
+    kGroup * kQuantBytes + kScaleBytes,
     prepare,
     matmul,
     matmul_rows,

@@ -47,8 +47,8 @@ enum class Epilogue {
 enum class Format { f32, bf16, int8, int4 };
 
 // What a matmul kernel reads: float32 or bfloat16 rows, zero from k up to the next multiple of 32; or groups of 32
-// elements as 8-bit integers with a scale each, in a layout of the ISA's own (Kernels::group_bytes for each); memory for
-// 15 more rows must be there then.
+// elements as 8-bit integers with a scale each, in a layout of the ISA's own (Kernels::group_bytes for each). A row has
+// one plane of groups or two, the second holding what the first has left over; memory for 15 more rows must be there.
 enum class Input { f32, bf16, groups };
 
 static inline constexpr Input input_of(Format format) {
@@ -64,6 +64,7 @@ struct Prepare {
     Input input;
     void* out;  // [rows], out_bytes apart
     int64_t out_bytes;
+    int64_t planes = 1;  // for groups
 };
 
 // One packed matrix times the rows of x. A unit is a panel of outputs, or a gate panel and its up panel.
@@ -82,6 +83,7 @@ struct Matmul {
     // Only for speed: how many units there are, and how far from one call's first unit to that of the next call on the
     // same thread (a guess; 0: none), whose weights are then fetched in time.
     int64_t num_units = 0, next_call = 0;
+    int64_t planes = 1;  // of x, for int8 and int4
 };
 
 struct NormRows {
@@ -143,7 +145,7 @@ int64_t attention_scratch_size(int64_t queries, int64_t head_dim);
 
 // Bytes of a packed panel, of an input row, and of scratch memory for a matmul of up to that many inputs.
 int64_t panel_bytes(Format format, int64_t k, bool bf16_tiles);
-int64_t input_bytes(Input input, int64_t k, int64_t group_bytes);
+int64_t input_bytes(Input input, int64_t k, int64_t group_bytes, int64_t planes = 1);
 int64_t matmul_scratch_size(int64_t k);
 
 struct Kernels {
@@ -160,9 +162,9 @@ struct Kernels {
     void (*norm)(const NormRows&, int64_t row, int64_t row_end);
     void (*rope_and_store)(const RopeAndStore&, int64_t row, int64_t row_end);
 
-    // The tile's rows and the query heads of one kv head over all their keys.
-    void (*attend)(const Attention&, const QueryTile&, int64_t kv_head, float* scratch);
-    // The same over split number `split` only, into rows × heads of a group partials of partial_size floats. A row
+    // The tile's rows over all their keys: the query heads of kv heads [kv_head, kv_head_end).
+    void (*attend)(const Attention&, const QueryTile&, int64_t kv_head, int64_t kv_head_end, float* scratch);
+    // One kv head over split number `split` only, into rows × heads of a group partials of partial_size floats. A row
     // that sees no key of the split leaves its partial unwritten.
     void (*attend_split)(const Attention&, const QueryTile&, int64_t kv_head, int64_t split, float* scratch,
                          float* partials);

@@ -90,13 +90,14 @@ struct Fetch {
 };
 
 // The panels that come after panels [first, first + count) of a call for units [unit, unit_end), fetched while the rows
-// go past those: in `steps` steps for each of the row tiles. A single tile reads at the speed of memory by itself.
+// go past those: in `steps` steps for each of the row tiles. (One row of 4-bit weights reads memory at 110 % of a plain
+// loop's speed with this, at 78 % without.)
 INLINE Fetch fetch_next(const Matmul& m, int64_t panel_bytes, int64_t unit, int64_t unit_end, int64_t first, int64_t count,
                         int64_t row_tiles, int64_t steps) {
     const int64_t per_unit = m.epilogue == Epilogue::activate_gated ? 2 : 1;
     int64_t next = first + count;
     if (next >= unit_end * per_unit) next = m.next_call > 0 ? (unit + m.next_call) * per_unit : m.num_units * per_unit;
-    if (next >= m.num_units * per_unit || row_tiles < 2) return {nullptr, nullptr, 0};
+    if (next >= m.num_units * per_unit) return {nullptr, nullptr, 0};
     const char* from = static_cast<const char*>(m.panels) + next * panel_bytes;
     const int64_t left = m.num_units * per_unit - next, bytes = (count < left ? count : left) * panel_bytes;
     return {from, from + bytes, (bytes / 64 - 1) / (row_tiles * steps) + 1};

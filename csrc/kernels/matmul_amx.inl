@@ -50,14 +50,16 @@ static void configure_group_tiles() {
     configure(config);
 }
 
-// Sums of up to 16 rows and one or two panels, over steps of 32 of k.
+// Sums of up to 16 rows and one or two panels, over steps of 32 of k. `after`: panels that the same thread takes next.
 template <int P>
-INLINE void add_wide(const char* x, int64_t x_bytes, const char* b, const char* b2, int64_t steps) {
-    constexpr int64_t ahead = 4096;  // bytes to prefetch at
+INLINE void add_wide(const char* x, int64_t x_bytes, const char* b, const char* b2, int64_t steps, const char* after) {
+    constexpr int64_t kAhead = 2;  // steps to prefetch at
+    const int64_t panel_size = steps * kPanelStep;
     for (int64_t i = 0; i < steps; i++, x += 64, b += kPanelStep, b2 += kPanelStep) {
+        const char* ahead = i + kAhead < steps ? b + kAhead * kPanelStep : after + (i + kAhead - steps) * kPanelStep;
         for (int64_t line = 0; line < kPanelStep; line += 64) {
-            __builtin_prefetch(b + ahead + line);
-            if (P == 2) __builtin_prefetch(b2 + ahead + line);
+            __builtin_prefetch(ahead + line);
+            if (P == 2) __builtin_prefetch(ahead + panel_size + line);
         }
         _tile_loadd(4, x, x_bytes);
         _tile_loadd(6, b, 64);
@@ -108,12 +110,13 @@ INLINE void add_block(const char* x, int64_t x_bytes, bool two, const char* b, i
 
 // tile [P][rows][kPanel] for up to 16 rows.
 template <int P>
-static void wide_tile(const char* x, int64_t x_bytes, const char* panel, int64_t steps, int64_t rows, float* tile) {
+static void wide_tile(const char* x, int64_t x_bytes, const char* panel, int64_t steps, int64_t rows, float* tile,
+                      const char* after) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    add_wide<P>(x, x_bytes, panel, panel + steps * kPanelStep, steps);
+    add_wide<P>(x, x_bytes, panel, panel + steps * kPanelStep, steps, after);
     _tile_stored(0, tile, kPanel * 4);
     _tile_stored(1, tile + 16, kPanel * 4);
     if (P == 1) return;
@@ -128,10 +131,12 @@ static void few_rows(const Matmul& m, int64_t row, int64_t rows, int64_t unit, i
     configure_tiles(rows, true);
     for_panels(m, unit, unit_end, [&](int64_t at, int64_t first, int panels) {
         const char* panel = static_cast<const char*>(m.panels) + first * steps * kPanelStep;
+        const Fetch fetch = fetch_next(m, steps * kPanelStep, unit, unit_end, first, panels, 1, steps);
+        const char* after = fetch.next ? fetch.next : panel;  // nothing: what is there already
         if (panels == 2)
-            wide_tile<2>(x, m.x_bytes, panel, steps, rows, tile);
+            wide_tile<2>(x, m.x_bytes, panel, steps, rows, tile, after);
         else
-            wide_tile<1>(x, m.x_bytes, panel, steps, rows, tile);
+            wide_tile<1>(x, m.x_bytes, panel, steps, rows, tile, after);
         memory_is_read();
         finish_panels(m, row, rows, at, panels, tile);
     });
@@ -241,29 +246,28 @@ INLINE void add_group(const int32_t* sums, const char* x_scales, int64_t x_bytes
 
 // tile [16][kPanel] of 16 rows and an unpacked panel.
 template <bool Four_bits>
-static void int_block(const char* x, int64_t x_bytes, const char* panel, const char* unpacked, int64_t groups, float* tile,
-                      Fetch& fetch) {
+static void int_block(const Matmul& m, const char* x, const char* panel, const char* unpacked, float* tile, Fetch& fetch) {
     constexpr int64_t group_bytes = Four_bits ? kGroupBytes4 : kGroupBytes8;
+    const int64_t groups = (m.k + kGroup - 1) / kGroup, planes = m.planes;
     alignas(64) int32_t sums[2][16 * 16];
     for (int64_t half = 0; half < 2; half++) {
         vf acc[16] = {};
-        const auto* scales = reinterpret_cast<const uint16_t*>(panel + kPanel * (Four_bits ? kGroup / 2 : kGroup)) + 16 * half;
-        const char* x_scales = x + groups * kGroup;
-        const char* b = unpacked + 64 * half;
+        const char* scales = panel + kPanel * (Four_bits ? kGroup / 2 : kGroup) + 32 * half;
         // The tiles are a group ahead of the vectors.
-        for (int64_t g = 0; g <= groups; g++) {
-            if (g < groups) {
+        for (int64_t at = 0; at <= groups * planes; at++) {
+            if (at < groups * planes) {
+                const int64_t g = planes == 1 ? at : at / 2, plane = planes == 1 ? 0 : at % 2;
                 _tile_zero(0);
-                _tile_loadd(4, x + g * kGroup, x_bytes);
-                _tile_loadd(6, b + g * kGroup * kPanel, kPanel * 4);
+                _tile_loadd(4, row_quants(x, groups, plane) + g * kGroup, m.x_bytes);
+                _tile_loadd(6, unpacked + 64 * half + g * kGroup * kPanel, kPanel * 4);
                 _tile_dpbssd(0, 4, 6);
-                _tile_stored(0, sums[g % 2], 64);
+                _tile_stored(0, sums[at % 2], 64);
                 Fetch::some(fetch);
             }
-            if (g == 0) continue;
-            add_group<Four_bits>(sums[(g - 1) % 2], x_scales, x_bytes, scales, acc);
-            x_scales += sizeof(GroupScale);
-            scales += group_bytes / 2;
+            if (at == 0) continue;
+            const int64_t g = planes == 1 ? at - 1 : (at - 1) / 2, plane = planes == 1 ? 0 : (at - 1) % 2;
+            add_group<Four_bits>(sums[(at - 1) % 2], reinterpret_cast<const char*>(row_scales(x, groups, plane) + g),
+                                 m.x_bytes, reinterpret_cast<const uint16_t*>(scales + g * group_bytes), acc);
         }
         UNROLL
         for (int r = 0; r < 16; r++) store(tile + r * kPanel + 16 * half, acc[r]);
@@ -292,8 +296,7 @@ static void matmul_int_tiles(const Matmul& m, int64_t row, int64_t row_end, int6
             },
             [&](int64_t r, int64_t, float* to, Pending& pending) {
                 Pending::some(m, pending, pending.rows);
-                int_block<Four_bits>(static_cast<const char*>(m.x) + r * m.x_bytes, m.x_bytes, panel, unpacked, groups, to,
-                                     fetch);
+                int_block<Four_bits>(m, static_cast<const char*>(m.x) + r * m.x_bytes, panel, unpacked, to, fetch);
             });
     }
     _tile_release();

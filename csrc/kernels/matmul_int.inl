@@ -1,5 +1,6 @@
 // Packed matmul with 8- and 4-bit weights in integer arithmetic. The products of a group of 32 are summed up exactly;
-// then, group after group in ascending order, y = fma(scale of the weights · scale of x, sum, y), and with 4 bits
+// then, group after group in ascending order (and plane after plane of x), y = fma(scale of the weights · scale of x,
+// sum, y), and with 4 bits
 // y = fma(minimum, scale of x · Σ q of x, y). One accumulator for each output, whatever the number of rows, so all tile
 // heights agree bit for bit. Part of kernels.cpp.
 
@@ -68,18 +69,19 @@ constexpr int64_t kGroupBytes8 = kPanel * (kGroup + 2), kGroupBytes4 = kPanel * 
 constexpr int kIntRows = kWidth == 16 ? 6 : kWidth == 8 ? 2 : 1;
 
 template <int R, bool Four_bits>
-static void int_tile(const char* x, int64_t x_bytes, const char* panel, int64_t k, float* tile, Fetch& fetch) {
+static void int_tile(const Matmul& m, const char* x, const char* panel, float* tile, Fetch& fetch) {
     constexpr int V = kWidth == 4 ? 2 : kPanelVectors;  // vectors of outputs at a time
-    const int64_t groups = (k + kGroup - 1) / kGroup;
+    const int64_t groups = (m.k + kGroup - 1) / kGroup;
     for (int64_t output = 0; output < kPanel; output += V * kWidth) {
         vf acc[R][V] = {};
-        for (int64_t g = 0; g < groups; g++) {
+        for (int64_t at = 0; at < groups * m.planes; at++) {
+            const int64_t g = m.planes == 1 ? at : at / 2, plane = m.planes == 1 ? 0 : at % 2;
             const Quant* a[R];
             const GroupScale* a_scale[R];
             UNROLL
             for (int r = 0; r < R; r++) {
-                a[r] = reinterpret_cast<const Quant*>(x + r * x_bytes) + g * kGroup;
-                a_scale[r] = reinterpret_cast<const GroupScale*>(x + r * x_bytes + groups * kGroup * static_cast<int64_t>(sizeof(Quant))) + g;
+                a[r] = row_quants(x + r * m.x_bytes, groups, plane) + g * kGroup;
+                a_scale[r] = row_scales(x + r * m.x_bytes, groups, plane) + g;
             }
             Fetch::some(fetch);
             const char* group = panel + g * (Four_bits ? kGroupBytes4 : kGroupBytes8);
@@ -122,18 +124,18 @@ static void int_tile(const char* x, int64_t x_bytes, const char* panel, int64_t 
 }
 
 template <bool Four_bits>
-static void int_tile(int64_t rows, const char* x, int64_t x_bytes, const char* panel, int64_t k, float* tile, Fetch& fetch) {
+static void int_tile(const Matmul& m, int64_t rows, const char* x, const char* panel, float* tile, Fetch& fetch) {
     static_assert(kIntRows <= 6, "");
     switch (rows) {
-        case 1: return int_tile<1, Four_bits>(x, x_bytes, panel, k, tile, fetch);
+        case 1: return int_tile<1, Four_bits>(m, x, panel, tile, fetch);
 #if defined(__AVX2__)
-        case 2: return int_tile<2, Four_bits>(x, x_bytes, panel, k, tile, fetch);
+        case 2: return int_tile<2, Four_bits>(m, x, panel, tile, fetch);
 #endif
 #if defined(__AVX512F__)
-        case 3: return int_tile<3, Four_bits>(x, x_bytes, panel, k, tile, fetch);
-        case 4: return int_tile<4, Four_bits>(x, x_bytes, panel, k, tile, fetch);
-        case 5: return int_tile<5, Four_bits>(x, x_bytes, panel, k, tile, fetch);
-        case 6: return int_tile<6, Four_bits>(x, x_bytes, panel, k, tile, fetch);
+        case 3: return int_tile<3, Four_bits>(m, x, panel, tile, fetch);
+        case 4: return int_tile<4, Four_bits>(m, x, panel, tile, fetch);
+        case 5: return int_tile<5, Four_bits>(m, x, panel, tile, fetch);
+        case 6: return int_tile<6, Four_bits>(m, x, panel, tile, fetch);
 #endif
     }
 }
@@ -150,7 +152,7 @@ static void matmul_int(const Matmul& m, int64_t row, int64_t row_end, int64_t un
             const int64_t rows = next_rows(row_end - r, kIntRows);
             const char* x = static_cast<const char*>(m.x) + r * m.x_bytes;
             for (int64_t p = 0; p < panels; p++)
-                int_tile<Four_bits>(rows, x, m.x_bytes, panel + p * panel_bytes, m.k, tile + p * rows * kPanel, fetch);
+                int_tile<Four_bits>(m, rows, x, panel + p * panel_bytes, tile + p * rows * kPanel, fetch);
             finish_panels(m, r, rows, at, panels, tile);
             r += rows;
         }

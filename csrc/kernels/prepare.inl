@@ -9,11 +9,20 @@ typedef int8_t Quant;
 typedef int16_t Quant;
 #endif
 
-// A row of groups: Quant [groups][kGroup], then for each group these; x ≈ scale · q.
+// A plane of a row of groups: Quant [groups][kGroup], then for each group these; x ≈ scale · q.
 struct GroupScale {
     float scale, sum;  // sum: scale · Σ q, for weights that have a minimum
     int32_t offset;    // −128 Σ q, for weights that are stored 128 larger
 };
+
+constexpr int64_t kQuantBytes = sizeof(Quant), kScaleBytes = sizeof(GroupScale);
+
+INLINE const Quant* row_quants(const char* row, int64_t groups, int64_t plane) {
+    return reinterpret_cast<const Quant*>(row + plane * groups * (kGroup * kQuantBytes + kScaleBytes));
+}
+INLINE const GroupScale* row_scales(const char* row, int64_t groups, int64_t plane) {
+    return reinterpret_cast<const GroupScale*>(row_quants(row, groups, plane) + groups * kGroup);
+}
 
 INLINE vf magnitude(vf v) { return (vf)((vu)v & 0x7fffffffu); }
 
@@ -44,8 +53,9 @@ INLINE int32_t sum_of_lanes(vi v) {
 }
 #endif
 
-// scale = max |x| / 127, q = x / scale rounded to nearest even. Anything not finite makes the scale NaN.
-INLINE void quantize(const float* x, Quant* to, GroupScale* to_scale) {
+// scale = max |x| / 127, q = x / scale rounded to nearest even; x becomes what is left, x − scale · q. Anything not finite
+// makes the scale NaN.
+INLINE void quantize(float* x, Quant* to, GroupScale* to_scale) {
     constexpr int kVectors = kGroup / kWidth;
     vf largest = {}, check = {};
     for (int i = 0; i < kVectors; i++) {
@@ -64,6 +74,8 @@ INLINE void quantize(const float* x, Quant* to, GroupScale* to_scale) {
     store_quants(to, q);
     const float scale = sum_of_lanes(finite) == -kWidth ? most / 127.f : __builtin_nanf("");
     const int32_t total = sum_of_lanes(sum);
+    for (int i = 0; i < kVectors; i++)
+        store(x + i * kWidth, fma(__builtin_convertvector(q[i], vf), splat(-scale), load(x + i * kWidth)));
     *to_scale = {scale, scale * static_cast<float>(total), -128 * total};
 }
 
@@ -84,8 +96,9 @@ INLINE void prepare_row(const Prepare& p, const T* x, char* out) {
                 break;
             case Input::groups: {
                 const int64_t groups = (p.k + kGroup - 1) / kGroup;
-                quantize(group, reinterpret_cast<Quant*>(out) + at,
-                         reinterpret_cast<GroupScale*>(out + groups * kGroup * static_cast<int64_t>(sizeof(Quant))) + at / kGroup);
+                for (int64_t plane = 0; plane < p.planes; plane++)
+                    quantize(group, const_cast<Quant*>(row_quants(out, groups, plane)) + at,
+                             const_cast<GroupScale*>(row_scales(out, groups, plane)) + at / kGroup);
                 break;
             }
         }

@@ -80,9 +80,8 @@ void bench(const Kernels& kernels, ThreadPool& pool, Format format, const char* 
         std::vector<AlignedBuffer> scratch;
         for (int t = 0; t < pool.num_threads(); t++) scratch.emplace_back(matmul_scratch_size(1536));
         std::vector<double> times;
-        double bandwidth = 0;
+        double bandwidth = read_bandwidth(pool, matrices, bytes);
         for (int round = 0; round < (rows > 200 ? 7 : 15); round++) {
-            bandwidth = std::max(bandwidth, read_bandwidth(pool, matrices, bytes));
             const double start = now();
             for (size_t i = 0; i < matrices.size(); i++) {
                 const PackedMatrix& m = matrices[i];
@@ -111,6 +110,7 @@ void bench(const Kernels& kernels, ThreadPool& pool, Format format, const char* 
             }
             times.push_back(now() - start);
         }
+        bandwidth = std::max(bandwidth, read_bandwidth(pool, matrices, bytes));
         std::sort(times.begin(), times.end());
         const double median = times[times.size() / 2], best = times[0];
         std::printf("%-10s %-5s %4d rows: %7.2f ms (best %7.2f)  %5.1f GB/s, %3.0f %% of %.1f (best %3.0f %%)  %6.0f GFLOP/s\n",

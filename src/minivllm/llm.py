@@ -43,7 +43,7 @@ class LLM:
         model: str | Path,
         *,
         dtype: Dtype = "auto",
-        quantization: Quantization | None = None,
+        quantization: Quantization | None = "auto",
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,

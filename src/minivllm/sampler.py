@@ -11,12 +11,14 @@ blocks or devices.
 """
 
 import re
+from collections.abc import Mapping
 from collections.abc import Sequence as AnySequence
 
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.batch import SamplingBatch, StepResult
+from minivllm.batch import IntArray, SamplingBatch, StepResult
+from minivllm.sampling_params import SamplingParams
 from minivllm.sequence import Sequence
 
 FloatArray = npt.NDArray[np.float64]
@@ -27,30 +29,51 @@ def sampling_batch(sequences: AnySequence[Sequence]) -> SamplingBatch:
 
     Called every step, so rows without penalties and biases cost no more than their numbers.
     """
-    rows = [(sequence, sequence.params) for sequence in sequences]
-    penalties = [_penalty_counts(sequence) for sequence in sequences]
-    biases = [_biases(sequence) for sequence in sequences]
-    return SamplingBatch(
-        temperature=np.array([params.temperature for _, params in rows], np.float32),
-        top_k=np.array([max(params.top_k, 0) for _, params in rows], np.int32),
-        top_p=np.array([params.top_p for _, params in rows], np.float32),
-        min_p=np.array([params.min_p for _, params in rows], np.float32),
-        repetition_penalty=np.array([params.repetition_penalty for _, params in rows], np.float32),
-        presence_penalty=np.array([params.presence_penalty for _, params in rows], np.float32),
-        frequency_penalty=np.array([params.frequency_penalty for _, params in rows], np.float32),
-        seed=np.array([sequence.seed for sequence in sequences], np.uint64),
-        choice=np.array([sequence.choice for sequence in sequences], np.int32),
-        position=np.array([len(sequence.token_ids) for sequence in sequences], np.int32),
-        num_logprobs=np.array(
-            [-1 if params.logprobs is None else params.logprobs for _, params in rows], np.int32
-        ),
-        penalty_start=_starts(penalties),
-        penalty_token_ids=np.array([token_id for counts in penalties for token_id in counts], np.int32),
-        penalty_counts=np.array([count for counts in penalties for count in counts.values()], np.int32),
-        bias_start=_starts(biases),
-        bias_token_ids=np.array([token_id for bias in biases for token_id in bias], np.int32),
-        bias_values=np.array([value for bias in biases for value in bias.values()], np.float32),
+    # A numpy call costs more than a number, so numbers of one type are converted together.
+    floats = (
+        np.array([_floats(sequence.params) for sequence in sequences], np.float32).reshape(-1, 6).T.copy()
     )
+    integers = np.array([_integers(sequence) for sequence in sequences], np.int32).reshape(-1, 4).T.copy()
+    temperature, top_p, min_p, repetition, presence, frequency = floats
+    top_k, choice, position, num_logprobs = integers
+    penalty_start, penalised, counts = _laid_out([_penalty_counts(sequence) for sequence in sequences])
+    bias_start, biased, values = _laid_out([_biases(sequence) for sequence in sequences])
+    return SamplingBatch(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        seed=np.array([sequence.seed for sequence in sequences], np.uint64),
+        choice=choice,
+        position=position,
+        num_logprobs=num_logprobs,
+        penalty_start=penalty_start,
+        penalty_token_ids=penalised,
+        penalty_counts=np.array(counts, np.int32),
+        bias_start=bias_start,
+        bias_token_ids=biased,
+        bias_values=np.array(values, np.float32),
+    )
+
+
+def _floats(params: SamplingParams) -> tuple[float, ...]:
+    return (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
+
+
+def _integers(sequence: Sequence) -> tuple[int, ...]:
+    params = sequence.params
+    num_logprobs = -1 if params.logprobs is None else params.logprobs
+    return max(params.top_k, 0), sequence.choice, len(sequence.token_ids), num_logprobs
 
 
 def sample(logits: npt.NDArray[np.float32], batch: SamplingBatch) -> StepResult:
@@ -226,8 +249,11 @@ def _biases(sequence: Sequence) -> dict[int, float]:
     return biases
 
 
-def _starts(entries: AnySequence[dict[int, int]] | AnySequence[dict[int, float]]) -> npt.NDArray[np.int32]:
-    """[R + 1]: where each row's entries start when they are laid end to end."""
-    starts = np.zeros(len(entries) + 1, np.int32)
-    np.cumsum([len(entry) for entry in entries], out=starts[1:])
-    return starts
+def _laid_out(rows: AnySequence[Mapping[int, float]]) -> tuple[IntArray, IntArray, list[float]]:
+    """The rows' entries end to end: where each row starts [R + 1], the keys, and the values."""
+    starts = np.zeros(len(rows) + 1, np.int32)
+    if not any(rows):
+        return starts, np.empty(0, np.int32), []
+    np.cumsum([len(row) for row in rows], out=starts[1:])
+    keys = [key for row in rows for key in row]
+    return starts, np.array(keys, np.int32), [value for row in rows for value in row.values()]
