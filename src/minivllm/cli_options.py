@@ -29,7 +29,7 @@ class EngineOptions:
     quantization: Annotated[
         str,
         _engine("--quantization", help="none; auto: the checkpoint's, unless --dtype is given; int8; int4."),
-    ] = "none"
+    ] = "auto"
     kv_cache_dtype: Annotated[Dtype, _engine("--kv-cache-dtype", help="auto: as --dtype.")] = "auto"
     block_size: Annotated[int, _engine("--block-size", help="Tokens in a KV block.")] = 16
     num_blocks: Annotated[int | None, _engine("--num-blocks", help="KV blocks; default: by memory.")] = None
