@@ -115,7 +115,7 @@ class LLM:
                         while outbox:
                             output = outbox.popleft()
                             outputs[output.request_id] = output
-                            progress.advance(len(output.outputs[0].token_ids))
+                            progress.advance(sum(len(choice.token_ids) for choice in output.outputs))
             finally:
                 engine.abandon(outbox)
             interrupts.let_through()

@@ -9,18 +9,21 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
 from minivllm.engine.output_builder import OutputBuilder
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import RequestError, shown
+from minivllm.kv_cache.kv_pool import KVGeometry
 from minivllm.sampling_params import SamplingParams
-from minivllm.sequence import Sequence
+from minivllm.sequence import Sequence, SequenceGroup
 from minivllm.text.tokenizer import Tokenizer
 
 Prompt = str | Seq[int]
 
+MAX_SALT_LENGTH = 1024
 _MASK64 = 2**64 - 1
 
 
@@ -31,8 +34,9 @@ class Request:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    sequence: Sequence
-    builder: OutputBuilder
+    group: SequenceGroup
+    builders: list[OutputBuilder]  #: by choice
+    seed: int
     stream: bool
     outbox: deque[RequestOutput]  #: where its outputs go; its owner is known by it, as request ids are reused
 
@@ -45,6 +49,9 @@ class Admission:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    geometry: KVGeometry
+    max_num_seqs: int
+    max_num_batched_tokens: int
     seed: int
 
     def request(
@@ -53,10 +60,14 @@ class Admission:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams,
+        *,
         stream: bool,
         outbox: deque[RequestOutput],
+        cache_salt: str | None,
+        priority: int,
     ) -> Request:
-        """Check a request and give it its sequence. Changes nothing."""
+        """Check a request and give it its sequences. Changes nothing."""
+        _check_request_id(request_id)
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params is a {type(params).__name__}; it must be a SamplingParams",
@@ -70,7 +81,7 @@ class Admission:
                     )
         params.check_vocabulary(self.vocab_size, self.eos_token_ids)
         token_ids = self._prompt_token_ids(prompt)
-        sequence = Sequence(
+        first = Sequence(
             seq_id=ordinal,
             request_id=request_id,
             token_ids=list(token_ids),
@@ -81,10 +92,19 @@ class Admission:
             end_token_ids=frozenset(params.stop_token_ids).union(
                 () if params.ignore_eos else self.eos_token_ids
             ),
+            namespace=_namespace(cache_salt),
         )
-        text = prompt if isinstance(prompt, str) else None
-        builder = OutputBuilder(sequence, self.tokenizer)
-        return Request(request_id, text, token_ids, sequence, builder, stream, outbox)
+        sequences = [first, *(first.fork(choice) for choice in range(1, params.n))]
+        return Request(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=token_ids,
+            group=SequenceGroup(sequences, _priority(priority)),
+            builders=[OutputBuilder(sequence, self.tokenizer) for sequence in sequences],
+            seed=first.seed,
+            stream=stream,
+            outbox=outbox,
+        )
 
     def text_tokenizer(self) -> Tokenizer:
         """The tokenizer, for what cannot do without one."""
@@ -131,9 +151,10 @@ class Admission:
             )
 
     def _max_num_tokens(self, prompt_length: int, params: SamplingParams) -> int:
-        """Prompt and output tokens at which the request ends."""
+        """Prompt and output tokens of each choice at which it ends."""
         limit = self.max_model_len
         self._check_length(prompt_length)
+        self._check_width("n", params.n)
         for name in ("max_tokens", "min_tokens"):
             wanted = getattr(params, name)
             if wanted is not None and prompt_length + wanted > limit:
@@ -142,7 +163,27 @@ class Admission:
                     f"{prompt_length + wanted:,}, but max_model_len is {limit:,}",
                     name,
                 )
-        return limit if params.max_tokens is None else prompt_length + params.max_tokens
+        size, num_blocks = self.geometry.block_size, self.geometry.num_blocks
+        shared = prompt_length // size
+        fitting = (shared + (num_blocks - shared) // params.n) * size
+        wanted = params.max_tokens or params.min_tokens or 1
+        if prompt_length + wanted > fitting:
+            own = -(-(prompt_length + wanted) // size) - shared
+            raise RequestError(
+                f"{params.n} times {wanted:,} tokens after a prompt of {prompt_length:,} take "
+                f"{shared + params.n * own:,} blocks of the KV cache, {shared:,} that they share and {own:,} "
+                f"for each, but there are {num_blocks:,}; use a smaller n or max_tokens",
+                "n",
+            )
+        return min(limit, fitting) if params.max_tokens is None else prompt_length + params.max_tokens
+
+    def _check_width(self, name: str, width: int) -> None:
+        for limit in ("max_num_seqs", "max_num_batched_tokens"):
+            if width > getattr(self, limit):
+                raise RequestError(
+                    f"{name} is {width}, but they all run at once, and {limit} is {getattr(self, limit)}",
+                    name,
+                )
 
 
 def derived_seed(engine_seed: int, ordinal: int) -> int:
@@ -156,6 +197,34 @@ def derived_seed(engine_seed: int, ordinal: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
     return z ^ (z >> 31)
+
+
+def _check_request_id(request_id: object) -> None:
+    if not isinstance(request_id, str) or not request_id:
+        raise RequestError(
+            f"request_id is {shown(request_id)}; it must be a string, and not empty", "request_id"
+        )
+
+
+def _namespace(cache_salt: object) -> bytes:
+    """Of the prefix index; that of requests without a salt is empty."""
+    if cache_salt is None:
+        return b""
+    if not isinstance(cache_salt, str) or not 0 < len(cache_salt) <= MAX_SALT_LENGTH:
+        raise RequestError(
+            f"cache_salt is {shown(cache_salt)}; it must be a string of 1 to {MAX_SALT_LENGTH:,} characters",
+            "cache_salt",
+        )
+    return cache_salt.encode(errors="surrogatepass")
+
+
+def _priority(priority: object) -> int:
+    if isinstance(priority, bool) or not isinstance(priority, Integral) or abs(int(priority)) >= 2**63:
+        raise RequestError(
+            f"priority is {shown(priority)}; it must be an integer of 64 bits, the lower the sooner",
+            "priority",
+        )
+    return int(priority)
 
 
 def check_lists(prompts: object, params: object, request_ids: object) -> None:

@@ -13,7 +13,7 @@ step is finished, and whoever steps by hand does the same, or makes a new engine
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -28,7 +28,7 @@ from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.sampler import row_without_token, sampling_batch
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import Scheduler
-from minivllm.sequence import ScheduledSequence, Sequence
+from minivllm.sequence import FinishReason, ScheduledSequence, Sequence
 from minivllm.text.chat_template import render_chat
 from minivllm.text.tokenizer import Tokenizer
 
@@ -66,7 +66,16 @@ class InferenceEngine:
         self.executor = executor
         self.kv_cache = kv_cache
         self.scheduler = scheduler
-        self._admission = Admission(tokenizer, vocab_size, eos_token_ids, max_model_len, seed)
+        self._admission = Admission(
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            max_model_len=max_model_len,
+            geometry=kv_cache.geometry,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            seed=seed,
+        )
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -88,6 +97,8 @@ class InferenceEngine:
         request_id: str | None = None,
         *,
         stream: bool = False,
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a request and return its id.
 
@@ -97,13 +108,18 @@ class InferenceEngine:
             request_id: None: one is made up.
             stream: give an output after every step that yields a token, each with only what is new in it;
                 else one whole output at the end.
+            cache_salt: prefixes are shared only among requests with the same one, so that nobody else can
+                tell by the time it takes what was asked before. At most 1,024 characters.
+            priority: requests with a lower one go first, and are preempted last; equal ones by arrival.
 
         Raises:
             RequestError: anything about the request is wrong; the engine is as it was before.
         """
         request_ids = None if request_id is None else [request_id]
         params = SamplingParams() if params is None else params
-        return self.add_requests([prompt], [params], request_ids, stream=stream)[0]
+        return self.add_requests(
+            [prompt], [params], request_ids, stream=stream, cache_salt=cache_salt, priority=priority
+        )[0]
 
     def add_requests(
         self,
@@ -113,6 +129,8 @@ class InferenceEngine:
         *,
         stream: bool = False,
         outbox: deque[RequestOutput] | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> list[str]:
         """Queue several requests, or none if anything about one of them is wrong. See ``add_request``.
 
@@ -121,41 +139,35 @@ class InferenceEngine:
                 it is not read any more. None: ``step`` returns them.
         """
         with self._turns:
-            return self._add(prompts, params, request_ids, stream, self._ready if outbox is None else outbox)
-
-    def _add(
-        self,
-        prompts: Seq[Prompt],
-        params: Seq[SamplingParams],
-        request_ids: Seq[str] | None,
-        stream: bool,
-        outbox: deque[RequestOutput],
-    ) -> list[str]:
-        check_lists(prompts, params, request_ids)
-        first = self._num_added
-        if request_ids is None:
-            request_ids = [self._unused_id(first + i) for i in range(len(prompts))]
-        requests: dict[str, Request] = {}
-        for i, (prompt, wish, request_id) in enumerate(zip(prompts, params, request_ids, strict=True)):
-            with numbered("prompt", i, len(prompts)):
-                if not isinstance(request_id, str) or not request_id:
-                    raise RequestError(
-                        f"request_id is {shown(request_id)}; it must be a string, and not empty", "request_id"
+            check_lists(prompts, params, request_ids)
+            first = self._num_added
+            if request_ids is None:
+                request_ids = [self._unused_id(first + i) for i in range(len(prompts))]
+            requests: dict[str, Request] = {}
+            for i, (prompt, wish, request_id) in enumerate(zip(prompts, params, request_ids, strict=True)):
+                with numbered("prompt", i, len(prompts)):
+                    request = self._admission.request(
+                        first + i,
+                        request_id,
+                        prompt,
+                        wish,
+                        stream=stream,
+                        outbox=self._ready if outbox is None else outbox,
+                        cache_salt=cache_salt,
+                        priority=priority,
                     )
-                if request_id in self._requests or request_id in requests:
-                    raise RequestError(
-                        f"there is an unfinished request {shown(request_id)} already; "
-                        f"choose another request_id",
-                        "request_id",
-                    )
-                requests[request_id] = self._admission.request(
-                    first + i, request_id, prompt, wish, stream, outbox
-                )
-        self._num_added += len(requests)
-        self._requests.update(requests)
-        for request in requests.values():
-            self.scheduler.add(request.sequence)
-        return list(requests)
+                    if request_id in self._requests or request_id in requests:
+                        raise RequestError(
+                            f"there is an unfinished request {shown(request_id)} already; "
+                            f"choose another request_id",
+                            "request_id",
+                        )
+                    requests[request_id] = request
+            self._num_added += len(requests)
+            self._requests.update(requests)
+            for request in requests.values():
+                self.scheduler.add(request.group)
+            return list(requests)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at once and release its blocks.
@@ -169,7 +181,7 @@ class InferenceEngine:
             request = self._requests.get(request_id)
             if request is None:
                 return None
-            self.scheduler.finish(request.sequence, "abort")
+            self._finish(request, "abort")
             output = self._output(request)
             if request.outbox is not self._ready:
                 request.outbox.append(output)
@@ -186,7 +198,7 @@ class InferenceEngine:
         while self._abandoned:
             outbox = self._abandoned.popleft()
             for request in [request for request in self._requests.values() if request.outbox is outbox]:
-                self.scheduler.finish(request.sequence, "abort")
+                self._finish(request, "abort")
                 self._output(request)
 
     def has_unfinished_requests(self) -> bool:
@@ -234,23 +246,33 @@ class InferenceEngine:
         plan = self.scheduler.schedule()
         if not plan:
             return
-        rows = [entry.sequence for entry in plan if entry.yields_token]
+        rows, positions = _logit_rows(plan)
         try:
-            result = self.executor.execute(self.kv_cache.batch(plan), sampling_batch(rows))
+            result = self.executor.execute(self.kv_cache.batch(plan), sampling_batch(rows, positions))
         except Exception as error:
             row = row_without_token(error)
             if row is None:
-                self._fail([entry.sequence for entry in plan])
+                concerned = dict.fromkeys(entry.sequence.request_id for entry in plan)
+                self._fail([s for i in concerned for s in self._requests[i].group.sequences])
                 raise
-            self._fail([rows[row]])  # the others' tokens of this step are drawn again in the next
+            failed = rows[row]
+            group = self._requests[failed.request_id].group
+            # All that depend on this row are over; the others' tokens are drawn again in the next step.
+            self._fail([failed] if group.begun else group.sequences.copy())
             raise ModelError(
-                f"the model's logits are no numbers for request {shown(rows[row].request_id)}: "
+                f"the model's logits are no numbers for request {shown(failed.request_id)}: "
                 f"its weights are damaged, or too large for their dtype ({error})"
             ) from error
-        token_ids = result.token_ids.tolist()
-        self.scheduler.commit(plan, token_ids)
-        self._count(plan)
-        self._take(rows, token_ids, result)
+        drawn = [
+            (row, sequence, token_id)
+            for row, (sequence, position, token_id) in enumerate(
+                zip(rows, positions, result.token_ids.tolist(), strict=True)
+            )
+            if position >= sequence.num_prompt_tokens
+        ]
+        self.scheduler.commit(plan, [(sequence, token_id) for _, sequence, token_id in drawn])
+        self._count(plan, len(drawn))
+        self._take(drawn, result)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -332,49 +354,67 @@ class InferenceEngine:
 
     # --- inside ---
 
-    def _take(self, rows: Seq[Sequence], token_ids: Seq[int], result: StepResult) -> None:
+    def _take(self, drawn: Seq[tuple[int, Sequence, int]], result: StepResult) -> None:
         """Turn the tokens of a step into text, end what a stop string ends, and deliver what can be given."""
-        for row, (sequence, token_id) in enumerate(zip(rows, token_ids, strict=True)):
-            request = self._requests[sequence.request_id]
-            stop = request.builder.add(token_id, result, row)
+        for row, sequence, token_id in drawn:
+            builder = self._requests[sequence.request_id].builders[sequence.choice]
+            stop = builder.add(token_id, result, row)
             if stop is not None:
                 self.scheduler.finish(sequence, "stop", stop)
-            if request.stream or sequence.finish_reason is not None:
-                self._deliver(request)
+        self._deliver_news(sequence.request_id for _, sequence, _ in drawn)
 
     def _fail(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
             self.scheduler.finish(sequence, "error")
-            self._deliver(self._requests[sequence.request_id])
+        self._deliver_news(sequence.request_id for sequence in sequences)
 
-    def _deliver(self, request: Request) -> None:
-        request.outbox.append(self._output(request))
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        for sequence in request.group.sequences.copy():
+            self.scheduler.finish(sequence, reason)
+
+    def _deliver_news(self, request_ids: Iterable[str]) -> None:
+        """Of these requests, give what can be given, once each."""
+        for request_id in dict.fromkeys(request_ids):
+            request = self._requests[request_id]
+            if request.stream or not request.group.sequences:
+                request.outbox.append(self._output(request))
 
     def _output(self, request: Request) -> RequestOutput:
         """What the request has not given yet. Forgets the request when it is finished."""
-        sequence = request.sequence
-        completion = request.builder.take()
         output = RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            outputs=[completion],
-            finished=completion.finished,
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-            seed=sequence.seed,
+            outputs=[builder.take() for builder in request.builders if builder.has_news],
+            finished=not request.group.sequences,
+            num_cached_tokens=request.group.num_cached_tokens or 0,
+            seed=request.seed,
         )
         if output.finished:
             del self._requests[request.request_id]
             self._num_finished += 1
         return output
 
-    def _count(self, plan: Seq[ScheduledSequence]) -> None:
+    def _count(self, plan: Seq[ScheduledSequence], num_drawn: int) -> None:
         self._num_steps += 1
-        self._num_computed += sum(entry.num_tokens for entry in plan)
-        self._num_generated += sum(entry.yields_token for entry in plan)
+        self._num_computed += sum([entry.num_tokens for entry in plan])
+        self._num_generated += num_drawn
 
     def _unused_id(self, ordinal: int) -> str:
         request_id = str(ordinal)
         while request_id in self._requests:  # a client chose it
             request_id += "_"
         return request_id
+
+
+def _logit_rows(plan: Seq[ScheduledSequence]) -> tuple[list[Sequence], list[int]]:
+    """For each logit row of the plan's Batch: whose token it yields, and the index of that token there."""
+    sequences: list[Sequence] = []
+    positions: list[int] = []
+    for sequence, _, num_scored, draws in plan:
+        first = sequence.num_computed_tokens + 1
+        positions += range(first, first + num_scored)
+        positions += [len(child.token_ids) for child in draws]
+        sequences += [sequence] * num_scored
+        sequences += draws
+    return sequences, positions

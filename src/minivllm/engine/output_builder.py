@@ -20,6 +20,7 @@ class OutputBuilder:
         if tokenizer is not None:
             self._detokenizer = IncrementalDetokenizer(tokenizer, sequence.token_ids, sequence.params)
         self._num_given = sequence.num_tokens  # leading tokens that need not be given any more: the prompt
+        self._end_given = False
         self._text = ""
         asked = sequence.params.logprobs is not None
         self._logprobs: list[dict[int, Logprob]] | None = [] if asked else None
@@ -42,6 +43,13 @@ class OutputBuilder:
             self._text += self._detokenizer.push((token_id,))
         return self._detokenizer.stopped
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there are tokens or an end that were not given yet."""
+        sequence = self._sequence
+        ended = sequence.finish_reason is not None
+        return sequence.num_tokens > self._num_given or (ended and not self._end_given)
+
     def take(self) -> CompletionOutput:
         """Everything that was not given yet, and whether more will come."""
         sequence = self._sequence
@@ -57,6 +65,7 @@ class OutputBuilder:
             stop_reason=sequence.stop_reason,
         )
         self._num_given = sequence.num_tokens
+        self._end_given = output.finished
         self._text = ""
         self._logprobs = None if self._logprobs is None else []
         return output

@@ -48,7 +48,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None  #: None if it was given as token ids
     prompt_token_ids: list[int]  #: a list that all pieces of a stream share: not to be changed
-    outputs: list[CompletionOutput]
-    finished: bool
+    outputs: list[CompletionOutput]  #: by ``index``, one for each of the ``n``; in a stream: those with news
+    finished: bool  #: all of them are
     num_cached_tokens: int  #: prompt tokens that were taken from the prefix cache
     seed: int  #: the request's, or the one derived for it: giving it again repeats the answer
