@@ -82,7 +82,7 @@ def _floats(params: SamplingParams) -> tuple[float, ...]:
 
 def _integers(sequence: Sequence, position: int) -> tuple[int, ...]:
     params = sequence.params
-    wanted, given = params.logprobs, -1
+    wanted, given = params.logprobs if sequence.num_candidates is None else sequence.num_candidates, -1
     if position < len(sequence.token_ids):
         wanted, given = params.prompt_logprobs, sequence.token_ids[position]
     return max(params.top_k, 0), sequence.choice, position, -1 if wanted is None else wanted, given

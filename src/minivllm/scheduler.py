@@ -233,6 +233,27 @@ class Scheduler:
             elif sequence.num_tokens >= sequence.max_num_tokens:
                 self.finish(sequence, "length")
 
+    def branch(self, group: SequenceGroup, children: Seq[tuple[Sequence, int]]) -> None:
+        """Replace the beams of a running group, which have drawn in the step just committed.
+
+        Args:
+            children: the parent and the next token of each new beam. Who is nobody's parent is let go.
+        """
+        beams: dict[Sequence, None] = {}
+        for parent, _ in children:
+            beam = parent
+            if parent in beams:  # it goes on as its first child itself
+                beam = parent.fork()
+                self._fork(parent, beam)
+            beams[beam] = None
+        for sequence in group.sequences:
+            if sequence not in beams:
+                self._kv_cache.free(sequence)
+                sequence.status = SequenceStatus.FINISHED
+        group.sequences = list(beams)
+        for beam, (_, token_id) in zip(group.sequences, children, strict=True):
+            beam.append(token_id)
+
     def _fork(self, parent: Sequence, child: Sequence) -> None:
         self._kv_cache.fork(parent, child)
         child.num_computed_tokens = parent.num_computed_tokens

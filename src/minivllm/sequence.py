@@ -43,6 +43,7 @@ class Sequence:
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end it: the model's end tokens unless ``ignore_eos``, and ``params.stop_token_ids``.
     They may not be drawn before ``params.min_tokens``."""
+    num_candidates: int | None = None  #: of a beam: likeliest tokens to ask for, in place of params.logprobs
     namespace: bytes = b""  #: of the prefix index: only within it are cached prefixes found
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  #: leading tokens whose K and V are in the cache
@@ -70,8 +71,8 @@ class Sequence:
         self.token_ids.append(token_id)
         self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 
-    def fork(self, choice: int) -> "Sequence":
-        """Another choice with the same tokens. It has no blocks yet."""
+    def fork(self, choice: int = 0) -> "Sequence":
+        """Another one with the same tokens, for that choice. It has no blocks yet."""
         return replace(
             self,
             choice=choice,

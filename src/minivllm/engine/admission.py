@@ -13,11 +13,13 @@ from numbers import Integral
 
 import numpy as np
 
+from minivllm.engine.beam_search import BeamSearch
 from minivllm.engine.output_builder import OutputBuilder
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.request import Request
 from minivllm.errors import RequestError, shown
 from minivllm.kv_cache.kv_pool import KVGeometry
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import BeamSearchParams, SamplingParams
 from minivllm.sequence import Sequence, SequenceGroup
 from minivllm.text.tokenizer import Tokenizer
 
@@ -25,20 +27,6 @@ Prompt = str | Seq[int]
 
 MAX_SALT_LENGTH = 1024
 _MASK64 = 2**64 - 1
-
-
-@dataclass(eq=False)
-class Request:
-    """A request that is not finished."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    group: SequenceGroup
-    builders: list[OutputBuilder]  #: by choice
-    seed: int
-    stream: bool
-    outbox: deque[RequestOutput]  #: where its outputs go; its owner is known by it, as request ids are reused
 
 
 @dataclass(frozen=True)
@@ -59,7 +47,7 @@ class Admission:
         ordinal: int,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        wish: SamplingParams | BeamSearchParams,
         *,
         stream: bool,
         outbox: deque[RequestOutput],
@@ -68,11 +56,12 @@ class Admission:
     ) -> Request:
         """Check a request and give it its sequences. Changes nothing."""
         _check_request_id(request_id)
-        if not isinstance(params, SamplingParams):
+        if not isinstance(wish, SamplingParams | BeamSearchParams):
             raise RequestError(
-                f"sampling_params is a {type(params).__name__}; it must be a SamplingParams",
+                f"sampling_params is a {type(wish).__name__}; it must be a SamplingParams",
                 "sampling_params",
             )
+        params = wish.sampling_params() if isinstance(wish, BeamSearchParams) else wish
         if self.tokenizer is None:
             for name in ("stop", "include_stop_str_in_output"):
                 if getattr(params, name):
@@ -81,6 +70,11 @@ class Admission:
                     )
         params.check_vocabulary(self.vocab_size, self.eos_token_ids)
         token_ids = self._prompt_token_ids(prompt)
+        width_name = "n" if wish is params else "beam_width"
+        max_num_tokens = self._max_num_tokens(len(token_ids), params, width_name)
+        end_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            end_token_ids = end_token_ids.union(self.eos_token_ids)
         first = Sequence(
             seq_id=ordinal,
             request_id=request_id,
@@ -88,19 +82,33 @@ class Admission:
             num_prompt_tokens=len(token_ids),
             params=params,
             seed=derived_seed(self.seed, ordinal) if params.seed is None else params.seed,
-            max_num_tokens=self._max_num_tokens(len(token_ids), params),
-            end_token_ids=frozenset(params.stop_token_ids).union(
-                () if params.ignore_eos else self.eos_token_ids
-            ),
+            max_num_tokens=max_num_tokens,
+            end_token_ids=end_token_ids,
             namespace=_namespace(cache_salt),
         )
-        sequences = [first, *(first.fork(choice) for choice in range(1, params.n))]
+        search = None
+        sequences = [first]
+        if isinstance(wish, BeamSearchParams):
+            search = BeamSearch(wish, end_token_ids, len(token_ids), max_num_tokens)
+            first.num_candidates = search.num_candidates
+            if search.num_candidates > self.vocab_size:
+                raise RequestError(
+                    f"beam_width is {wish.beam_width}, which takes {search.num_candidates} tokens to choose "
+                    f"from, but the vocabulary has {self.vocab_size:,}",
+                    "beam_width",
+                )
+        else:
+            sequences += [first.fork(choice) for choice in range(1, params.n)]
         return Request(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
-            group=SequenceGroup(sequences, _priority(priority)),
+            group=SequenceGroup(sequences, _priority(priority), num_beams=0 if search is None else params.n),
+            params=params,
             builders=[OutputBuilder(sequence, self.tokenizer) for sequence in sequences],
+            search=search,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(token_ids),
+            tokenizer=self.tokenizer,
             seed=first.seed,
             stream=stream,
             outbox=outbox,
@@ -150,11 +158,19 @@ class Admission:
                 "prompt",
             )
 
-    def _max_num_tokens(self, prompt_length: int, params: SamplingParams) -> int:
-        """Prompt and output tokens of each choice at which it ends."""
+    def _max_num_tokens(self, prompt_length: int, params: SamplingParams, width_name: str) -> int:
+        """Prompt and output tokens at which each of the request's sequences ends."""
         limit = self.max_model_len
         self._check_length(prompt_length)
-        self._check_width("n", params.n)
+        for name, most in (
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+        ):
+            if params.n > most:
+                raise RequestError(
+                    f"{width_name} is {params.n}, but they all run at once, and {name} is {most:,}",
+                    width_name,
+                )
         for name in ("max_tokens", "min_tokens"):
             wanted = getattr(params, name)
             if wanted is not None and prompt_length + wanted > limit:
@@ -172,18 +188,10 @@ class Admission:
             raise RequestError(
                 f"{params.n} times {wanted:,} tokens after a prompt of {prompt_length:,} take "
                 f"{shared + params.n * own:,} blocks of the KV cache, {shared:,} that they share and {own:,} "
-                f"for each, but there are {num_blocks:,}; use a smaller n or max_tokens",
-                "n",
+                f"for each, but there are {num_blocks:,}; use a smaller {width_name} or max_tokens",
+                width_name,
             )
         return min(limit, fitting) if params.max_tokens is None else prompt_length + params.max_tokens
-
-    def _check_width(self, name: str, width: int) -> None:
-        for limit in ("max_num_seqs", "max_num_batched_tokens"):
-            if width > getattr(self, limit):
-                raise RequestError(
-                    f"{name} is {width}, but they all run at once, and {limit} is {getattr(self, limit)}",
-                    name,
-                )
 
 
 def derived_seed(engine_seed: int, ordinal: int) -> int:

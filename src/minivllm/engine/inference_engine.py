@@ -13,22 +13,23 @@ step is finished, and whoever steps by hand does the same, or makes a new engine
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, Literal
 
 from minivllm.batch import StepResult
-from minivllm.engine.admission import Admission, Prompt, Request, check_lists, numbered
+from minivllm.engine.admission import Admission, Prompt, check_lists, numbered
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.request import Request
 from minivllm.engine.turns import Turns
 from minivllm.errors import ModelError, RequestError, shown
 from minivllm.executors.base import Executor
 from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.sampler import row_without_token, sampling_batch
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import BeamSearchParams, SamplingParams
 from minivllm.scheduler import Scheduler
-from minivllm.sequence import FinishReason, ScheduledSequence, Sequence
+from minivllm.sequence import ScheduledSequence, Sequence
 from minivllm.text.chat_template import render_chat
 from minivllm.text.tokenizer import Tokenizer
 
@@ -124,7 +125,7 @@ class InferenceEngine:
     def add_requests(
         self,
         prompts: Seq[Prompt],
-        params: Seq[SamplingParams],
+        params: Seq[SamplingParams | BeamSearchParams],
         request_ids: Seq[str] | None = None,
         *,
         stream: bool = False,
@@ -181,7 +182,7 @@ class InferenceEngine:
             request = self._requests.get(request_id)
             if request is None:
                 return None
-            self._finish(request, "abort")
+            self._end(request, "abort")
             output = self._output(request)
             if request.outbox is not self._ready:
                 request.outbox.append(output)
@@ -198,7 +199,7 @@ class InferenceEngine:
         while self._abandoned:
             outbox = self._abandoned.popleft()
             for request in [request for request in self._requests.values() if request.outbox is outbox]:
-                self._finish(request, "abort")
+                self._end(request, "abort")
                 self._output(request)
 
     def has_unfinished_requests(self) -> bool:
@@ -252,27 +253,33 @@ class InferenceEngine:
         except Exception as error:
             row = row_without_token(error)
             if row is None:
-                concerned = dict.fromkeys(entry.sequence.request_id for entry in plan)
-                self._fail([s for i in concerned for s in self._requests[i].group.sequences])
+                for request_id in dict.fromkeys(entry.sequence.request_id for entry in plan):
+                    self._fail(self._requests[request_id])
                 raise
             failed = rows[row]
-            group = self._requests[failed.request_id].group
             # All that depend on this row are over; the others' tokens are drawn again in the next step.
-            self._fail([failed] if group.begun else group.sequences.copy())
+            self._fail(self._requests[failed.request_id], failed)
             raise ModelError(
                 f"the model's logits are no numbers for request {shown(failed.request_id)}: "
                 f"its weights are damaged, or too large for their dtype ({error})"
             ) from error
-        drawn = [
-            (row, sequence, token_id)
-            for row, (sequence, position, token_id) in enumerate(
-                zip(rows, positions, result.token_ids.tolist(), strict=True)
-            )
-            if position >= sequence.num_prompt_tokens
-        ]
+        drawn: list[tuple[int, Sequence, int]] = []
+        beams: dict[Request, list[int]] = {}  # their rows
+        for row, (sequence, position, token_id) in enumerate(
+            zip(rows, positions, result.token_ids.tolist(), strict=True)
+        ):
+            if position < sequence.num_prompt_tokens:
+                self._requests[sequence.request_id].score_prompt(position, result, row)
+            elif sequence.num_candidates is not None:
+                beams.setdefault(self._requests[sequence.request_id], []).append(row)
+            else:
+                drawn.append((row, sequence, token_id))
         self.scheduler.commit(plan, [(sequence, token_id) for _, sequence, token_id in drawn])
-        self._count(plan, len(drawn))
+        self._num_steps += 1
+        self._num_computed += sum([entry.num_tokens for entry in plan])
         self._take(drawn, result)
+        for request, its_rows in beams.items():
+            self._branch(request, its_rows, result)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -361,44 +368,49 @@ class InferenceEngine:
             stop = builder.add(token_id, result, row)
             if stop is not None:
                 self.scheduler.finish(sequence, "stop", stop)
-        self._deliver_news(sequence.request_id for _, sequence, _ in drawn)
+        self._num_generated += len(drawn)
+        for request_id in dict.fromkeys([sequence.request_id for _, sequence, _ in drawn]):
+            self._deliver(self._requests[request_id])
 
-    def _fail(self, sequences: Seq[Sequence]) -> None:
-        for sequence in sequences:
+    def _branch(self, request: Request, rows: Seq[int], result: StepResult) -> None:
+        """Replace the beams of a search by those that go on, or end it."""
+        assert request.search is not None, "only those of a search are beams"
+        children = request.search.extend(request.group.sequences, rows, result)
+        self._num_generated += len(children)
+        if children:
+            self.scheduler.branch(request.group, children)
+        else:
+            for beam in request.group.sequences.copy():
+                self.scheduler.finish(beam, "stop")
+            self._deliver(request)
+
+    def _fail(self, request: Request, sequence: Sequence | None = None) -> None:
+        """End a request; if it is one of several samples that has failed, only that one."""
+        if sequence is not None and request.search is None and request.group.begun:
             self.scheduler.finish(sequence, "error")
-        self._deliver_news(sequence.request_id for sequence in sequences)
+        else:
+            self._end(request, "error")
+        self._deliver(request)
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+    def _end(self, request: Request, reason: Literal["abort", "error"]) -> None:
+        """End all that a request still has, as it is."""
+        if request.search is not None:
+            request.search.interrupt(request.group.sequences, reason)
         for sequence in request.group.sequences.copy():
             self.scheduler.finish(sequence, reason)
 
-    def _deliver_news(self, request_ids: Iterable[str]) -> None:
-        """Of these requests, give what can be given, once each."""
-        for request_id in dict.fromkeys(request_ids):
-            request = self._requests[request_id]
-            if request.stream or not request.group.sequences:
-                request.outbox.append(self._output(request))
+    def _deliver(self, request: Request) -> None:
+        """Give what can be given now."""
+        if not request.group.sequences or (request.stream and request.search is None):
+            request.outbox.append(self._output(request))
 
     def _output(self, request: Request) -> RequestOutput:
         """What the request has not given yet. Forgets the request when it is finished."""
-        output = RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[builder.take() for builder in request.builders if builder.has_news],
-            finished=not request.group.sequences,
-            num_cached_tokens=request.group.num_cached_tokens or 0,
-            seed=request.seed,
-        )
+        output = request.output()
         if output.finished:
             del self._requests[request.request_id]
             self._num_finished += 1
         return output
-
-    def _count(self, plan: Seq[ScheduledSequence], num_drawn: int) -> None:
-        self._num_steps += 1
-        self._num_computed += sum([entry.num_tokens for entry in plan])
-        self._num_generated += num_drawn
 
     def _unused_id(self, ordinal: int) -> str:
         request_id = str(ordinal)
