@@ -95,7 +95,7 @@ def test_batch_is_the_one_drawn_in_its_docstring() -> None:
     for s, upto in ((c, 4), (a, 3), (b, 8)):
         assert cache.allocate(s, upto)
     batch = cache.batch(
-        [ScheduledSequence(a, 1, True), ScheduledSequence(b, 1, True), ScheduledSequence(c, 4, False)]
+        [ScheduledSequence(a, 1, 0, (a,)), ScheduledSequence(b, 1, 0, (b,)), ScheduledSequence(c, 4)]
     )
     assert batch.token_ids.tolist() == [1002, 2007, 3000, 3001, 3002, 3003]
     assert batch.positions.tolist() == [2, 7, 0, 1, 2, 3]
@@ -121,15 +121,15 @@ def test_batch_agrees_with_its_definition(data: st.DataObject, block_size: int) 
         count = data.draw(st.integers(1, length - computed))
         s = sequence(seq_id, length, computed)
         assert cache.allocate(s, computed)  # grown in two steps, so that tables interleave
-        plan.append(ScheduledSequence(s, count, computed + count == length))
-    for s, count, _ in reversed(plan):
+        plan.append(ScheduledSequence(s, count, 0, (s,) if computed + count == length else ()))
+    for s, count, *_ in reversed(plan):
         # More than the step needs: what lies beyond the context must not show.
         assert cache.allocate(s, s.num_computed_tokens + count + block_size)
     batch = cache.batch(plan)
 
     row = 0
     logit_rows = []
-    for i, (s, count, yields) in enumerate(plan):
+    for i, (s, count, _, draws) in enumerate(plan):
         table = cache.table(s)
         assert batch.query_start[i] == row
         context = s.num_computed_tokens + count
@@ -143,7 +143,7 @@ def test_batch_agrees_with_its_definition(data: st.DataObject, block_size: int) 
             slot = table[position // block_size] * block_size + position % block_size
             assert batch.slot_mapping[row] == slot
             row += 1
-        if yields:
+        if draws:
             logit_rows.append(row - 1)
     assert batch.query_start[-1] == row == len(batch.token_ids)
     assert batch.logit_rows.tolist() == logit_rows

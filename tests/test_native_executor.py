@@ -84,6 +84,7 @@ def sampling(rows: int, **fields: Any) -> SamplingBatch:
         "choice": (0, np.int32),
         "position": (0, np.int32),
         "num_logprobs": (-1, np.int32),
+        "given_token_ids": (-1, np.int32),
     }
     arrays = {name: np.full(rows, fields.pop(name, fill), dtype) for name, (fill, dtype) in fills.items()}
     for kind, values, dtype in (("penalty", "penalty_counts", np.int32), ("bias", "bias_values", np.float32)):
@@ -303,7 +304,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "positions": ({"positions": GOOD.positions + 1}, ValueError, "do not lead up to context_lens"),
     "context": ({"context_lens": np.array([19], np.int32)}, ValueError, "less than its rows"),
     "query_start": ({"query_start": np.array([0, 19], np.int32)}, ValueError, "does not span the rows"),
-    "logit_rows": ({"logit_rows": np.array([20], np.int32)}, ValueError, "do not ascend within the rows"),
+    "logit_rows": ({"logit_rows": np.array([20], np.int32)}, ValueError, "descend, or leave the rows"),
     "copy": ({"block_copies": np.array([[0, 150, 1]], np.int32)}, ValueError, "no copy of 1 slots"),
     "long copy": ({"block_copies": np.array([[0, 1, 17]], np.int32)}, ValueError, "no copy of 17 slots"),
     "rows": ({"positions": GOOD.positions[:-1]}, ValueError, "not for every row"),

@@ -136,6 +136,7 @@ SamplingBatch sampling_of(nb::handle sampling) {
     s.choice = field<int32_t>(sampling, "choice");
     s.position = field<int32_t>(sampling, "position");
     s.num_logprobs = field<int32_t>(sampling, "num_logprobs");
+    s.given_token_ids = field<int32_t>(sampling, "given_token_ids");
     s.penalty_start = field<int32_t>(sampling, "penalty_start");
     s.penalty_token_ids = field<int32_t>(sampling, "penalty_token_ids");
     s.penalty_counts = field<int32_t>(sampling, "penalty_counts");

@@ -24,7 +24,6 @@ from minivllm.text.tokenizer import load_tokenizer
 
 WINDOW = 512  #: tokens that the model sees at a time
 NUM_TOKENS = 20_000
-_FORCED = np.float32(1e9)  # added to a logit: the token is drawn
 
 
 def text_tokens(checkpoint: Checkpoint, num_tokens: int = NUM_TOKENS) -> list[int]:
@@ -63,7 +62,7 @@ def perplexity(
         window = np.array(tokens[start : start + WINDOW], np.int32)
         if len(window) < 2:
             break
-        result = executor.execute(_batch(window[:-1]), _forcing(window[1:]))
+        result = executor.execute(_batch(window[:-1]), _given(window[1:]))
         assert np.array_equal(result.token_ids, window[1:])
         total -= float(result.logprobs.sum(dtype=np.float64))
         count += len(window) - 1
@@ -85,10 +84,10 @@ def _batch(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Batch:
     )
 
 
-def _forcing(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> SamplingBatch:
-    """Rows that draw these tokens, and report their logprobs."""
+def _given(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> SamplingBatch:
+    """Rows that report the logprobs of these tokens."""
     rows = len(tokens)
-    zeros, starts = np.zeros(rows, np.int32), np.arange(rows + 1, dtype=np.int32)
+    zeros, starts = np.zeros(rows, np.int32), np.zeros(rows + 1, np.int32)
     nothing = np.empty(0, np.int32)
     return SamplingBatch(
         temperature=np.zeros(rows, np.float32),
@@ -102,12 +101,13 @@ def _forcing(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> SamplingBatc
         choice=zeros,
         position=zeros,
         num_logprobs=zeros,
-        penalty_start=np.zeros(rows + 1, np.int32),
+        given_token_ids=tokens,
+        penalty_start=starts,
         penalty_token_ids=nothing,
         penalty_counts=nothing,
         bias_start=starts,
-        bias_token_ids=tokens,
-        bias_values=np.full(rows, _FORCED),
+        bias_token_ids=nothing,
+        bias_values=np.empty(0, np.float32),
     )
 
 
