@@ -21,6 +21,7 @@ and waits again. So the oldest one always advances, and every sequence becomes t
 Knows nothing of tensors, text or models, and of memory only what KVCache tells.
 """
 
+import time
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence as Seq
@@ -106,6 +107,7 @@ class Scheduler:
         sequence.num_computed_tokens = prefix.num_tokens
         if sequence.num_cached_tokens is None:  # not if it was preempted: then part of it is its own work
             sequence.num_cached_tokens = prefix.num_tokens
+            sequence.admitted_at = time.monotonic()
             self.num_queried_tokens += sequence.num_tokens
             self.num_cached_tokens += prefix.num_tokens
 

@@ -40,6 +40,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  #: leading tokens whose K and V are in the cache
     num_cached_tokens: int | None = None  #: taken from the prefix cache when first admitted; None before that
+    admitted_at: float | None = None  #: ``time.monotonic()`` when first admitted
     output_counts: dict[int, int] = field(default_factory=dict)  #: token id → occurrences in the output
     finish_reason: FinishReason | None = None  #: None until it is finished
     stop_reason: int | str | None = None  #: the stop token or stop string that ended it; None: an end token

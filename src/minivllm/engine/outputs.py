@@ -52,3 +52,4 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int  #: prompt tokens that were taken from the prefix cache
     seed: int  #: the request's, or the one derived for it: giving it again repeats the answer
+    admitted_at: float | None = None  #: ``time.monotonic()`` when it left the queue; None: it never did
