@@ -83,6 +83,12 @@ class Live:
     def port(self) -> int:
         return int(self.url.rsplit(":", 1)[1])
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no step has begun, as the server knows it."""
+        assert self.service._engine is not None
+        return self.service._engine.num_waiting
+
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         with self.http as http:
             return http.post(path, json=body, **more)

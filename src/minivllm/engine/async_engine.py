@@ -59,7 +59,7 @@ class Observer(Protocol):
 
 
 class AsyncEngine:
-    """Owner of the engine's thread. Every method but ``health`` and ``snapshot`` belongs to an event loop."""
+    """Owner of the engine's thread. Its methods belong to the event loop."""
 
     def __init__(self, engine: InferenceEngine, observer: Observer | None = None) -> None:
         self.engine = engine  #: what is read only (tokenizer, limits, chat_prompt) may be used from anywhere
@@ -112,8 +112,8 @@ class AsyncEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests (and samples, where one has several) that no step has begun yet."""
-        return self.snapshot.num_waiting + self._num_adding
+        """Sequences that wait for their first step, or, preempted, for another one."""
+        return self.engine.scheduler.num_waiting + self._num_adding
 
     def abort_all(self) -> None:
         """End every request now; their readers get outputs with finish_reason "abort"."""
