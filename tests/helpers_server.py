@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -102,13 +103,24 @@ class Live:
 
 @contextmanager
 def live_server(
-    engine: InferenceEngine | Setup = ENDLESS, *, load: bool = True, **settings: Any
+    engine: InferenceEngine | Setup = ENDLESS,
+    *,
+    load: bool = True,
+    send_buffer: int | None = None,
+    **settings: Any,
 ) -> Iterator[Live]:
-    """A server on a free port. ``load=False``: without its model, which ``service.start`` gives it."""
+    """A server on a free port.
+
+    Args:
+        load: False: it is without its model, which ``service.start`` gives it.
+        send_buffer: bytes that the kernel keeps for a client that does not read.
+    """
     if isinstance(engine, Setup):
         engine = engine.engine()
     service = Service(ServerSettings(**{"model_name": MODEL, "port": 0, "shutdown_timeout": 5.0} | settings))
     listener = listen(service.settings)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     server = Server(service)
     ready: list[asyncio.AbstractEventLoop] = []
 
