@@ -311,6 +311,13 @@ def test_a_broken_engine_is_503_and_not_healthy() -> None:
             error_of(http.get("/health"), 503)
 
 
+def test_our_own_bugs_are_500_in_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    with live_server() as live, live.http as http:
+        monkeypatch.setattr(live.service.metrics, "text", lambda: 1 / 0)
+        error = error_of(http.get("/metrics"), 500)
+        assert error["type"] == "server_error" and "division" not in error["message"]
+
+
 def test_while_the_model_is_loaded() -> None:
     with live_server(load=False) as live:
         with live.http as http:

@@ -13,13 +13,7 @@ from minivllm.server.service import Service
 def create_app(service: Service) -> ASGIApp:
     """The ASGI application over ``service``."""
     settings = service.settings
-    api = FastAPI(title="mini-vllm", version=minivllm.__version__, description="OpenAI-compatible server.")
-    api.state.service = service
-    for module in (chat, completions, other_routes):
-        api.include_router(module.router)
-    errors.install(api)
-
-    app: ASGIApp = BodyLimit(api, settings.max_body_size)
+    app: ASGIApp = BodyLimit(create_api(service), settings.max_body_size)
     if settings.api_keys:
         app = Authentication(app, settings.api_keys)
     if settings.cors_origins:
@@ -31,3 +25,13 @@ def create_app(service: Service) -> ASGIApp:
             expose_headers=["x-request-id"],
         )
     return RequestId(app)
+
+
+def create_api(service: Service) -> FastAPI:
+    """The routes alone."""
+    api = FastAPI(title="mini-vllm", version=minivllm.__version__, description="OpenAI-compatible server.")
+    api.state.service = service
+    for module in (chat, completions, other_routes):
+        api.include_router(module.router)
+    errors.install(api)
+    return api

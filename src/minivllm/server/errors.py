@@ -104,7 +104,7 @@ def install(app: FastAPI) -> None:
             error = _routing_error(request, error)
         return as_api_error(error).response()
 
-    for kind in (HTTPException, RequestValidationError, RequestError, EngineStoppedError):
+    for kind in (HTTPException, RequestValidationError, RequestError, EngineStoppedError, Exception):
         app.add_exception_handler(kind, answer)
 
 
