@@ -59,6 +59,7 @@ class Setup:
     tokenizer: bool = True
     seed: int = 0
     prefix_caching: bool = True
+    chat_template: str | None = None
     checkpoint: Checkpoint | None = None  #: of the shape TINY, for "native"; None: ``tiny_checkpoint``
 
     def engine(self) -> InferenceEngine:
@@ -82,7 +83,7 @@ class Setup:
             executor=executor,
             kv_cache=kv_cache,
             scheduler=Scheduler(kv_cache, self.budget, self.max_num_seqs),
-            tokenizer=byte_tokenizer() if self.tokenizer else None,
+            tokenizer=byte_tokenizer(self.chat_template) if self.tokenizer else None,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=self.eos,
             max_model_len=min(TINY.max_position, geometry.num_slots),
