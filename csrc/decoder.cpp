@@ -39,7 +39,8 @@ Decoder::Decoder(const ModelConfig& config, const Pool& pool, Number number,
     }
 }
 
-StepResult Decoder::execute(const Batch& batch, const SamplingBatch& sampling) {
+StepResult Decoder::execute(const Batch& batch, const SamplingBatch& sampling,
+                            const std::function<void()>& before_sampling) {
     std::lock_guard<std::mutex> lock(mutex_);
     check(batch);
     check_batch(sampling, batch.logit_rows.size, model_.config.vocab_size);
@@ -56,6 +57,7 @@ StepResult Decoder::execute(const Batch& batch, const SamplingBatch& sampling) {
     last_hidden_.reserve(static_cast<int64_t>(yielding_.size()) * hidden_stride_ * number_size(model_.number));
     const int64_t rows = batch.token_ids.size;
     for (int64_t row = 0; row < rows; row += kRowsAtOnce) run_rows(batch, row, std::min(rows, row + kRowsAtOnce));
+    if (before_sampling) before_sampling();
     sample(sampling, result);
     return result;
 }

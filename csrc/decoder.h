@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <vector>
 
@@ -50,7 +51,9 @@ public:
 
     // Throws std::invalid_argument if the batch does not fit the model and the pool, before anything is written, and
     // std::runtime_error if a row has no token to choose. One step at a time: a second caller waits.
-    StepResult execute(const Batch& batch, const SamplingBatch& sampling);
+    // `before_sampling` is called when all layers are done; what masks hold is read only after it.
+    StepResult execute(const Batch& batch, const SamplingBatch& sampling,
+                       const std::function<void()>& before_sampling = {});
 
     const Model& model() const { return model_; }
     const char* isa() const { return kernels_.isa; }

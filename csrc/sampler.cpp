@@ -59,10 +59,13 @@ bool Sampler::sample(const float* logits, const SamplingBatch& batch, int64_t ro
 }
 
 int64_t Sampler::draw(const float* logits, int64_t largest, const SamplingBatch& b, int64_t row) {
-    const bool changed = b.bias_start[row] != b.bias_start[row + 1] || b.penalty_start[row] != b.penalty_start[row + 1];
+    const bool masked = b.mask_row[row] >= 0;
+    const bool changed =
+        masked || b.bias_start[row] != b.bias_start[row + 1] || b.penalty_start[row] != b.penalty_start[row + 1];
     const double temperature = b.temperature[row];
     if (changed) {
         kernels_->relative(logits, 1, 0, x_.data(), vocab_size_);
+        if (masked) apply_mask(b.masks.data + b.mask_row[row] * b.mask_words);
         for (int64_t i = b.bias_start[row]; i < b.bias_start[row + 1]; i++)
             x_[static_cast<size_t>(b.bias_token_ids[i])] += b.bias_values[i];
         for (int64_t i = b.penalty_start[row]; i < b.penalty_start[row + 1]; i++) {
@@ -106,6 +109,17 @@ int64_t Sampler::draw(const float* logits, int64_t largest, const SamplingBatch&
     ids_.resize(kept);
     if (top_p < 1) keep_top_p(top_p, weigh_found());
     return draw_among_found(u);
+}
+
+// Takes the tokens whose bits are 0 out of the race.
+void Sampler::apply_mask(const uint32_t* mask) {
+    for (int64_t first = 0; first < vocab_size_; first += 32) {
+        const uint32_t word = mask[first / 32];
+        if (word == ~uint32_t{0}) continue;
+        const int64_t end = std::min<int64_t>(first + 32, vocab_size_);
+        for (int64_t i = first; i < end; i++)
+            if (!(word >> (i - first) & 1)) x_[static_cast<size_t>(i)] = -kInfinity;
+    }
 }
 
 // Σ e^x over the vocabulary, and over each block of it in sums_.
@@ -268,6 +282,7 @@ void check_batch(const SamplingBatch& b, int64_t rows, int64_t vocab_size) {
         {"given_token_ids", b.given_token_ids.size},
         {"penalty_start", b.penalty_start.size - 1},
         {"bias_start", b.bias_start.size - 1},
+        {"mask_row", b.mask_row.size},
     };
     for (const auto& [name, size] : sizes)
         if (size != rows) fail(std::string(name) + " is not for " + std::to_string(rows) + " rows");
@@ -283,6 +298,11 @@ void check_batch(const SamplingBatch& b, int64_t rows, int64_t vocab_size) {
     for (int64_t row = 0; row < rows; row++)
         if (b.given_token_ids[row] < -1 || b.given_token_ids[row] >= vocab_size)
             fail("given_token_ids: no token " + std::to_string(b.given_token_ids[row]));
+    const int64_t num_masks = b.mask_words > 0 ? b.masks.size / b.mask_words : 0;
+    if (num_masks > 0 && b.mask_words * 32 < vocab_size) fail("masks have fewer bits than there are tokens");
+    for (int64_t row = 0; row < rows; row++)
+        if (b.mask_row[row] < -1 || b.mask_row[row] >= num_masks)
+            fail("mask_row: no mask " + std::to_string(b.mask_row[row]));
     check_entries("penalty", b.penalty_start, b.penalty_token_ids, b.penalty_counts.size);
     check_entries("bias", b.bias_start, b.bias_token_ids, b.bias_values.size);
 }

@@ -27,6 +27,9 @@ struct SamplingBatch {
     Array<int32_t> penalty_start, penalty_token_ids, penalty_counts;
     Array<int32_t> bias_start, bias_token_ids;
     Array<float> bias_values;
+    Array<int32_t> mask_row;       // of masks; -1: every token is allowed
+    Array<uint32_t> masks;         // [M, mask_words] bits, token t's in word t / 32; read while sampling only
+    int64_t mask_words;
 };
 
 // Throws std::invalid_argument unless all arrays fit `rows` rows and the vocabulary.
@@ -56,6 +59,7 @@ private:
     int64_t draw(const float* logits, int64_t largest, const SamplingBatch& batch, int64_t row);
     void write_logprobs(const float* logits, int64_t largest, int64_t row, int64_t token, int64_t num_top,
                         StepResult& result);
+    void apply_mask(const uint32_t* mask);
     double sum_weights();
     void find_likeliest(int64_t count);
     void find_at_least(double least);

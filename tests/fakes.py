@@ -5,7 +5,7 @@ tokens read back through the block tables: a wrong table, slot or position chang
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -50,7 +50,12 @@ class FakeExecutor:
         self.fail_at: int | None = None  #: raise in this step
         self.damaged: int | None = None  #: a context that begins with this token has no token to choose
 
-    def execute(self, batch: Batch, sampling: SamplingBatch) -> StepResult:
+    def execute(
+        self,
+        batch: Batch,
+        sampling: SamplingBatch,
+        before_sampling: Callable[[], object] | None = None,
+    ) -> StepResult:
         num_seqs, num_rows = len(batch.context_lens), len(batch.token_ids)
         self.steps.append((num_seqs, num_rows))
         if self.fail_at is not None and len(self.steps) >= self.fail_at:

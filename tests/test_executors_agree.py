@@ -70,6 +70,37 @@ def test_tokens_agree_whatever_the_sampling() -> None:
         np.testing.assert_allclose(a.top_logprobs, b.top_logprobs, rtol=0, atol=1e-4)
 
 
+def test_masks_may_be_written_while_the_model_runs() -> None:
+    """They are read after ``before_sampling``, and no token that they exclude is drawn."""
+    rng = np.random.default_rng(7)
+    vocab_size = SMALL_LLAMA.vocab_size
+    prompt = one_sequence_batch(SMALL_PROMPT, 0, [2, 0, 1], 16, True)
+    rows = len(SMALL_PROMPT)
+    batch = Batch(**{**vars(prompt), "logit_rows": np.arange(rows, dtype=np.int32)})
+    sequences = [random_sequence(rng) for _ in range(rows)]
+    mask_row = np.where(np.arange(rows) % 3 == 0, -1, np.arange(rows) % 2).astype(np.int32)
+    written = rng.integers(0, 2**32, (2, -(-vocab_size // 32)), np.uint32)
+    results = []
+    for executor in both(SMALL_LLAMA, "float32", "float32"):
+        masks = np.zeros_like(written)
+        sampling = sampling_batch(sequences, masks=(mask_row, masks))
+
+        def write(masks: np.ndarray = masks) -> None:
+            masks[:] = written
+
+        results.append(executor.execute(batch, sampling, write))
+        with pytest.raises(ZeroDivisionError):
+            executor.execute(batch, sampling, lambda: 1 / 0)
+    np.testing.assert_array_equal(results[0].token_ids, results[1].token_ids)
+    free = both(SMALL_LLAMA, "float32", "float32")[1].execute(batch, sampling_batch(sequences))
+    np.testing.assert_array_equal(results[1].top_token_ids, free.top_token_ids)  # of the raw logits
+    for row, token_id in enumerate(results[1].token_ids.tolist()):
+        if mask_row[row] < 0:
+            assert token_id == free.token_ids[row]
+        else:
+            assert int(written[mask_row[row]][token_id // 32]) >> token_id % 32 & 1
+
+
 def random_sequence(rng: np.random.Generator) -> Sequence:
     params = SamplingParams(
         temperature=rng.choice([0.0, 0.5, 1.0, 2.0]),

@@ -85,12 +85,14 @@ def sampling(rows: int, **fields: Any) -> SamplingBatch:
         "position": (0, np.int32),
         "num_logprobs": (-1, np.int32),
         "given_token_ids": (-1, np.int32),
+        "mask_row": (-1, np.int32),
     }
     arrays = {name: np.full(rows, fields.pop(name, fill), dtype) for name, (fill, dtype) in fills.items()}
     for kind, values, dtype in (("penalty", "penalty_counts", np.int32), ("bias", "bias_values", np.float32)):
         arrays[f"{kind}_start"] = fields.pop(f"{kind}_start", np.zeros(rows + 1, np.int32))
         arrays[f"{kind}_token_ids"] = fields.pop(f"{kind}_token_ids", np.empty(0, np.int32))
         arrays[values] = fields.pop(values, np.empty(0, dtype))
+    arrays["masks"] = fields.pop("masks", np.empty((0, 0), np.uint32))
     assert not fields
     return SamplingBatch(**arrays)
 
@@ -275,6 +277,15 @@ def test_the_sampler_is_its_definition(isa: str, monkeypatch: pytest.MonkeyPatch
                 else {}
             ),
         )
+        if trial % 3 == 2:  # bits beyond the vocabulary are not looked at; token 299 is never biased away
+            masks = rng.integers(0, 2**32, (5, -(-vocab // 32) + 1), np.uint32)
+            masks[:, (vocab - 1) // 32] |= np.uint32(1 << (vocab - 1) % 32)
+            settings = dataclasses.replace(
+                settings,
+                mask_row=rng.integers(-1, 5, hidden).astype(np.int32),
+                masks=masks,
+                bias_values=np.maximum(settings.bias_values, np.float32(-50)),
+            )
         result, expected = executor.execute(batch, settings), sample(logits, settings)
         np.testing.assert_array_equal(result.token_ids, expected.token_ids)
         np.testing.assert_array_equal(result.ranks, expected.ranks)
@@ -334,6 +345,13 @@ def test_sampling_that_does_not_fit_is_refused() -> None:
         ids, values = np.array([203], np.int32), np.zeros(1, np.float32)
         start = np.array([0, 1], np.int32)
         executor.execute(GOOD, sampling(1, bias_start=start, bias_token_ids=ids, bias_values=values))
+    no_bits = np.zeros((1, 1), np.uint32)
+    with pytest.raises(ValueError, match="mask_row: no mask 0"):
+        executor.execute(GOOD, sampling(1, mask_row=0))
+    with pytest.raises(ValueError, match="masks have fewer bits"):
+        executor.execute(GOOD, sampling(1, mask_row=0, masks=no_bits))
+    with pytest.raises(RuntimeError, match="logit row 0 has no token to choose"):
+        executor.execute(GOOD, sampling(1, mask_row=0, masks=np.zeros((1, 99), np.uint32)))
 
 
 def test_learned_positions_end() -> None:

@@ -27,9 +27,9 @@ class AsChoice:
     executor: Any
     choice: int
 
-    def execute(self, batch: Batch, sampling: SamplingBatch) -> StepResult:
+    def execute(self, batch: Batch, sampling: SamplingBatch, *rest: Any) -> StepResult:
         return self.executor.execute(
-            batch, replace(sampling, choice=np.full_like(sampling.choice, self.choice))
+            batch, replace(sampling, choice=np.full_like(sampling.choice, self.choice)), *rest
         )
 
 

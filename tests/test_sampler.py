@@ -393,7 +393,8 @@ def test_dtypes_are_those_of_the_boundary() -> None:
     for sequences in ([], [make_sequence(SamplingParams())]):
         batch: SamplingBatch = sampling_batch(sequences)
         for name, array in vars(batch).items():
-            expected = np.float32 if name in float32 else np.uint64 if name == "seed" else np.int32
+            unsigned = {"seed": np.uint64, "masks": np.uint32}
+            expected = np.float32 if name in float32 else unsigned.get(name, np.int32)
             assert array.dtype == expected, name
-            assert array.flags.c_contiguous and array.ndim == 1
+            assert array.flags.c_contiguous and array.ndim == (2 if name == "masks" else 1)
         assert sample(np.zeros((len(sequences), 4), np.float32), batch).token_ids.shape == (len(sequences),)

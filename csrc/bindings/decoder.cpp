@@ -143,6 +143,8 @@ SamplingBatch sampling_of(nb::handle sampling) {
     s.bias_start = field<int32_t>(sampling, "bias_start");
     s.bias_token_ids = field<int32_t>(sampling, "bias_token_ids");
     s.bias_values = field<float>(sampling, "bias_values");
+    s.mask_row = field<int32_t>(sampling, "mask_row");
+    s.masks = field<uint32_t, 2>(sampling, "masks", &s.mask_words);
     return s;
 }
 
@@ -154,12 +156,18 @@ nb::object numpy_array(std::vector<T>&& vector, std::initializer_list<size_t> sh
     return nb::cast(nb::ndarray<nb::numpy, T>(owned->data(), shape, owner));
 }
 
-nb::tuple execute(Decoder& decoder, nb::handle batch, nb::handle sampling) {
+nb::tuple execute(Decoder& decoder, nb::handle batch, nb::handle sampling, nb::handle before_sampling) {
     const Batch b = batch_of(batch);
     const SamplingBatch s = sampling_of(sampling);
+    std::function<void()> before;
+    if (!before_sampling.is_none())
+        before = [&] {
+            nb::gil_scoped_acquire acquire;
+            before_sampling();
+        };
     StepResult result = [&] {
         nb::gil_scoped_release release;
-        return decoder.execute(b, s);
+        return decoder.execute(b, s, before);
     }();
     const auto rows = static_cast<size_t>(result.num_rows), top = static_cast<size_t>(result.num_top);
     return nb::make_tuple(
@@ -208,8 +216,9 @@ void bind_decoder(nb::module_& module) {
              "Takes a copy of one tensor under its canonical name; data and dtype as in minivllm.models.weights.")
         .def("check_complete", [](const Decoder& self) { self.model().check_complete(); },
              "Raises ValueError if a tensor was never loaded.")
-        .def("execute", &execute, nb::arg("batch"), nb::arg("sampling"),
-             "One step: (token_ids, logprobs, ranks, top_token_ids, top_logprobs). Without the GIL.")
+        .def("execute", &execute, nb::arg("batch"), nb::arg("sampling"), nb::arg("before_sampling") = nb::none(),
+             "One step: (token_ids, logprobs, ranks, top_token_ids, top_logprobs). Without the GIL, but for the call of "
+             "before_sampling, after which the masks are read.")
         .def_prop_ro("isa", &Decoder::isa)
         .def_prop_ro("num_threads", &Decoder::num_threads)
         .def_prop_ro("model_bytes", [](const Decoder& self) { return self.model().num_bytes(); });

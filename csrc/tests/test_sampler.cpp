@@ -23,6 +23,8 @@ struct Row {
     std::vector<uint64_t> seed{0};
     std::vector<int32_t> penalty_start{0, 0}, penalty_ids, penalty_counts, bias_start{0, 0}, bias_ids;
     std::vector<float> bias_values;
+    std::vector<int32_t> mask_row{-1};
+    std::vector<uint32_t> masks;
 
     SamplingBatch batch() {
         penalty_start[1] = static_cast<int32_t>(penalty_ids.size());
@@ -33,7 +35,7 @@ struct Row {
         return {array(temperature), array(top_k),        array(top_p),         array(min_p),       array(repetition),
                 array(presence),    array(frequency),    array(seed),          array(choice),      array(position),
                 array(num_logprobs), array(given), array(penalty_start), array(penalty_ids), array(penalty_counts), array(bias_start),
-                array(bias_ids),    array(bias_values)};
+                array(bias_ids),    array(bias_values),  array(mask_row),      array(masks),       static_cast<int64_t>(masks.size())};
     }
 };
 
@@ -46,6 +48,8 @@ std::vector<int32_t> sorted(const std::vector<double>& x) {
 
 int32_t naive(const std::vector<float>& logits, const Row& row) {
     std::vector<double> x(logits.begin(), logits.end());
+    for (size_t i = 0; row.mask_row[0] >= 0 && i < x.size(); i++)
+        if (!(row.masks[i / 32] >> i % 32 & 1)) x[i] = -kInfinity;
     for (size_t i = 0; i < row.bias_ids.size(); i++) x[row.bias_ids[i]] += row.bias_values[i];
     for (size_t i = 0; i < row.penalty_ids.size(); i++) {
         double& v = x[row.penalty_ids[i]];
@@ -133,6 +137,12 @@ void test_against_naive() {
             if (trial % 5 == 0 && vocabulary > 1) {
                 row.bias_ids = {0, static_cast<int32_t>(vocabulary) - 1};
                 row.bias_values = {-static_cast<float>(kInfinity), 3};
+            }
+            if (trial % 7 == 0) {
+                row.mask_row[0] = 0;
+                for (int64_t id = 0; id < vocabulary; id += 32) row.masks.push_back(generator() % 2 ? ~0u : static_cast<uint32_t>(generator()));
+                row.masks.back() |= 1u << (vocabulary - 1) % 32;  // a token at the least, and one that is not biased
+                row.bias_ids.clear(), row.bias_values.clear();
             }
             const SamplingBatch batch = row.batch();
             StepResult result(batch);

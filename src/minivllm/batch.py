@@ -65,6 +65,10 @@ class SamplingBatch:
     bias_start: IntArray  #: [R + 1] likewise for the next two
     bias_token_ids: IntArray
     bias_values: npt.NDArray[np.float32]  #: added to the logit; -inf bans the token
+    mask_row: IntArray  #: row of ``masks`` that says which tokens may be drawn; -1: all
+    masks: npt.NDArray[np.uint32]
+    """[M, W] bits, 32 · W of them at least the vocabulary; token t's is bit t % 32 of word t // 32. They may
+    still be written while the model runs: see ``executors.base.Executor``."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ blocks or devices.
 
     logits, float32
       ├─► raw logprobs and ranks (what a client sees)                     float64 from here on
-      └─► + bias ─► penalties ─► temperature 0? the largest, lowest id first
-                              └► / temperature ─► min_p ─► top_k ─► top_p ─► draw
+      └─► mask ─► + bias ─► penalties ─► temperature 0? the largest, lowest id first
+                                      └► / temperature ─► min_p ─► top_k ─► top_p ─► draw
 """
 
 import re
@@ -25,7 +25,9 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def sampling_batch(
-    sequences: AnySequence[Sequence], positions: AnySequence[int] | None = None
+    sequences: AnySequence[Sequence],
+    positions: AnySequence[int] | None = None,
+    masks: tuple[IntArray, npt.NDArray[np.uint32]] | None = None,
 ) -> SamplingBatch:
     """The arrays for the rows of a step that yield a token: row r is one of ``sequences[r]``.
 
@@ -35,6 +37,7 @@ def sampling_batch(
         sequences: whose rows these are.
         positions: index in its sequence of the token that each row yields. One that is there already is not
             drawn: its logprobs are asked for. None: every row draws the token after the last.
+        masks: ``mask_row`` and ``masks``; None: every row may draw every token.
     """
     if positions is None:
         positions = [len(sequence.token_ids) for sequence in sequences]
@@ -45,6 +48,7 @@ def sampling_batch(
     integers = np.array(list(map(_integers, sequences, positions)), np.int32).reshape(-1, 5).T.copy()
     temperature, top_p, min_p, repetition, presence, frequency = floats
     top_k, choice, position, num_logprobs, given_token_ids = integers
+    mask_row, mask_bits = _without_masks(len(sequences)) if masks is None else masks
     penalty_start, penalised, counts = _laid_out([_penalty_counts(sequence) for sequence in sequences])
     bias_start, biased, values = _laid_out([_biases(sequence) for sequence in sequences])
     return SamplingBatch(
@@ -66,7 +70,13 @@ def sampling_batch(
         bias_start=bias_start,
         bias_token_ids=biased,
         bias_values=np.array(values, np.float32),
+        mask_row=mask_row,
+        masks=mask_bits,
     )
+
+
+def _without_masks(rows: int) -> tuple[IntArray, npt.NDArray[np.uint32]]:
+    return np.full(rows, -1, np.int32), np.empty((0, 0), np.uint32)
 
 
 def _floats(params: SamplingParams) -> tuple[float, ...]:
@@ -156,7 +166,7 @@ def sample_row(raw: FloatArray, batch: SamplingBatch, row: int) -> int:
     if not np.isfinite(largest):
         raise _no_token(row, largest)
 
-    x = _biased_and_penalised(raw, batch, row)
+    x = _biased_and_penalised(_masked(raw, batch, row), batch, row)
     if x.max() == -np.inf:
         raise RuntimeError(f"logit row {row} has no token to choose: every token of the vocabulary is banned")
     temperature = float(batch.temperature[row])
@@ -212,6 +222,15 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
         )
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return c0, c1, c2, c3
+
+
+def _masked(raw: FloatArray, batch: SamplingBatch, row: int) -> FloatArray:
+    """The logits, with -inf for tokens that the row's mask does not allow; ``raw`` if it has none."""
+    if (mask_row := int(batch.mask_row[row])) < 0:
+        return raw
+    words = batch.masks[mask_row].astype("<u4")  # least significant bit and byte first, on any machine
+    allowed = np.unpackbits(words.view(np.uint8), count=len(raw), bitorder="little").astype(bool)
+    return np.where(allowed, raw, -np.inf)
 
 
 def _biased_and_penalised(raw: FloatArray, batch: SamplingBatch, row: int) -> FloatArray:

@@ -108,6 +108,8 @@ def _given(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> SamplingBatch:
         bias_start=starts,
         bias_token_ids=nothing,
         bias_values=np.empty(0, np.float32),
+        mask_row=np.full(rows, -1, np.int32),
+        masks=np.empty((0, 0), np.uint32),
     )
 
 

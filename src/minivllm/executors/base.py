@@ -1,5 +1,6 @@
 """The executor interface: weights and one step of the model, on one device."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from minivllm.batch import Batch, SamplingBatch, StepResult
@@ -15,10 +16,19 @@ class Executor(Protocol):
     name: str  #: "native" or "torch"
     device: str  #: "cpu", "cuda"
 
-    def execute(self, batch: Batch, sampling: SamplingBatch) -> StepResult:
+    def execute(
+        self,
+        batch: Batch,
+        sampling: SamplingBatch,
+        before_sampling: Callable[[], object] | None = None,
+    ) -> StepResult:
         """One step: copy blocks, write K and V of every row, attend, and draw a token for each logit row.
 
         The step is a pure function of its arguments, the weights and the pool.
+
+        Args:
+            before_sampling: called between the model's layers and the drawing. What ``sampling.masks`` holds
+                is read only after it, so that another thread can write them meanwhile.
 
         Raises:
             RuntimeError: "logit row R has no token to choose", and why: see ``minivllm.sampler``. It says

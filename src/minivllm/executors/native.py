@@ -74,7 +74,12 @@ class NativeExecutor:
         self.isa: str = self._decoder.isa  #: instruction set that the kernels use
         self.model_bytes: int = self._decoder.model_bytes  #: memory of the packed weights
 
-    def execute(self, batch: Batch, sampling: SamplingBatch) -> StepResult:
+    def execute(
+        self,
+        batch: Batch,
+        sampling: SamplingBatch,
+        before_sampling: Callable[[], object] | None = None,
+    ) -> StepResult:
         """One step, as ``executors.base.Executor`` says, with the GIL released.
 
         Raises:
@@ -82,7 +87,7 @@ class NativeExecutor:
             ValueError: the arrays contradict each other, the model or the pool. Nothing has been written.
             RuntimeError: a row's logits have no token to choose (NaN, or every token banned).
         """
-        return StepResult(*self._decoder.execute(batch, sampling))
+        return StepResult(*self._decoder.execute(batch, sampling, before_sampling))
 
 
 def matrix_formats(

@@ -89,7 +89,12 @@ class TorchExecutor:
         if self.config.rope_inv_freq is not None:
             self.inv_freq = torch.tensor(self.config.rope_inv_freq, dtype=torch.float32, device=device)
 
-    def execute(self, batch: Batch, sampling: SamplingBatch) -> StepResult:
+    def execute(
+        self,
+        batch: Batch,
+        sampling: SamplingBatch,
+        before_sampling: Callable[[], object] | None = None,
+    ) -> StepResult:
         """One step: see ``executors.base.Executor``."""
         with torch.inference_mode():
             for source, destination, slots in batch.block_copies.tolist():
@@ -100,6 +105,8 @@ class TorchExecutor:
             # Never all rows × vocabulary at once: each slice of logits becomes tokens before the next is
             # made. They are sampled on the host, by the definition itself; a faster executor samples where
             # the logits are.
+            if before_sampling is not None:
+                before_sampling()
             result = empty_result(sampling)
             for first in range(0, len(x), HEAD_ROWS):
                 logits = self._linear(x[first : first + HEAD_ROWS], "head")  # [≤ HEAD_ROWS, vocabulary]
