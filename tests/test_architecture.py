@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 #: Lowest first. A room imports only from lower rungs, and from itself.
 RUNGS = [
-    {"errors", "sampling_params", "_core"},
+    {"errors", "structured_outputs", "sampling_params", "_core"},
     {"config", "sequence", "text", "block_allocator", "models"},
     {"batch", "kv_cache"},
     {"scheduler", "sampler"},
@@ -30,6 +30,8 @@ RUNGS = [
 #: Within a rung, with the reason.
 NEIGHBOURS = {
     ("sampling_params", "errors"),  # values are checked where they are made
+    ("structured_outputs", "errors"),
+    ("sampling_params", "structured_outputs"),  # as one of their fields
     ("kv_cache", "batch"),  # a Batch is what it makes
 }
 #: What another engine needs, in a process of its own
@@ -39,6 +41,7 @@ LATE_IMPORTS = {
     ("minivllm.factory", "minivllm.executors.torch_"),
     ("minivllm.models.registry", "huggingface_hub"),
     ("minivllm.text.hf_tokenizer", "huggingface_hub"),
+    ("minivllm.text.grammar", "llguidance"),  # 0.15 s, for structured outputs only
     ("minivllm.bench.compare", "minivllm.bench.export"),  # and with it the gguf package
     # FastAPI and its kin take half a second, which only `serve` is to cost.
     ("minivllm.server.cli", "minivllm.server.run"),
@@ -57,6 +60,7 @@ OUTSIDERS = {
     "gguf": {"minivllm.bench.export"},
     "tokenizers": {"minivllm.text"},
     "jinja2": {"minivllm.text"},
+    "llguidance": {"minivllm.text.grammar"},
     "huggingface_hub": {"minivllm.models.registry", "minivllm.text.hf_tokenizer"},
     "rich": {"minivllm.llm", "minivllm.cli", "minivllm.bench.cli", "minivllm.server.cli"},
     "typer": {"minivllm.cli", "minivllm.cli_options", "minivllm.bench.cli", "minivllm.server.cli"},

@@ -11,14 +11,23 @@ if TYPE_CHECKING:
     from minivllm.engine.inference_engine import InferenceEngine
     from minivllm.llm import LLM
     from minivllm.sampling_params import BeamSearchParams, SamplingParams
+    from minivllm.structured_outputs import StructuredOutputsParams
 
-__all__ = ["LLM", "BeamSearchParams", "EngineConfig", "InferenceEngine", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "EngineConfig",
+    "InferenceEngine",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "minivllm.llm",
     "SamplingParams": "minivllm.sampling_params",
     "BeamSearchParams": "minivllm.sampling_params",
+    "StructuredOutputsParams": "minivllm.structured_outputs",
     "InferenceEngine": "minivllm.engine.inference_engine",
     "EngineConfig": "minivllm.config",
 }

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from minivllm.errors import RequestError, shown
+from minivllm.structured_outputs import StructuredOutputsParams
+
+__all__ = ["BeamSearchParams", "SamplingParams", "StructuredOutputsParams"]
 
 MAX_N = 64
 MAX_STOP_STRINGS = 64
@@ -77,6 +80,9 @@ class SamplingParams:
     """token id → added to its logit, -100 to 100; kept as a copy that cannot be changed."""
     logprobs: int | None = None  #: the chosen token's logprob and this many of the likeliest (0–20)
     prompt_logprobs: int | None = None  #: the same for each token of the prompt but the first
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the answer must have; it ends where that is complete. The model's end token may come only
+    where it can be; ``min_tokens`` would contradict it."""
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -108,6 +114,17 @@ class SamplingParams:
         if self.max_tokens is not None and checked["min_tokens"] > checked["max_tokens"]:
             raise RequestError(
                 f"min_tokens must be at most max_tokens, not {self.min_tokens} with {self.max_tokens}",
+                "min_tokens",
+            )
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise RequestError(
+                f"structured_outputs must be a StructuredOutputsParams, not {shown(self.structured_outputs)}",
+                "structured_outputs",
+            )
+        if self.structured_outputs is not None and checked["min_tokens"]:
+            raise RequestError(
+                "min_tokens cannot be kept with structured outputs, whose form says where the answer ends; "
+                "leave it out",
                 "min_tokens",
             )
         for name, value in checked.items():

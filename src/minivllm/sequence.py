@@ -6,6 +6,7 @@ SequenceGroup, 3 samples       prompt         output
   choice 2                                  └─[ x y z w …     as forks of it
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Literal, NamedTuple
@@ -134,3 +135,16 @@ class ScheduledSequence(NamedTuple):
     draws: tuple[Sequence, ...] = ()
     """Those that draw a token from the row of its last token: itself; all samples of its group, if these are
     their first tokens; none, if more is to be computed before."""
+
+
+def logit_rows(plan: Seq[ScheduledSequence]) -> tuple[list[Sequence], list[int]]:
+    """For each logit row of the plan's Batch: whose token it yields, and the index of that token there."""
+    sequences: list[Sequence] = []
+    positions: list[int] = []
+    for sequence, _, num_scored, draws in plan:
+        first = sequence.num_computed_tokens + 1
+        positions += range(first, first + num_scored)
+        positions += [len(child.token_ids) for child in draws]
+        sequences += [sequence] * num_scored
+        sequences += draws
+    return sequences, positions

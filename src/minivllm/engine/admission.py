@@ -21,6 +21,7 @@ from minivllm.errors import ContextLengthError, RequestError, shown
 from minivllm.kv_cache.kv_pool import KVGeometry
 from minivllm.sampling_params import BeamSearchParams, SamplingParams
 from minivllm.sequence import Sequence, SequenceGroup
+from minivllm.text.grammar import Grammar, GrammarCompiler
 from minivllm.text.tokenizer import Tokenizer
 
 Prompt = str | Seq[int]
@@ -41,6 +42,7 @@ class Admission:
     max_num_seqs: int
     max_num_batched_tokens: int
     seed: int
+    compiler: GrammarCompiler | None  #: None if there is no tokenizer
 
     def request(
         self,
@@ -53,8 +55,9 @@ class Admission:
         outbox: deque[RequestOutput],
         cache_salt: str | None,
         priority: int,
+        grammar: Grammar | None,
     ) -> Request:
-        """Check a request and give it its sequences. Changes nothing."""
+        """Check a request and give it its sequences. Changes nothing. ``grammar`` is its of ``grammars``."""
         _check_request_id(request_id)
         if not isinstance(wish, SamplingParams | BeamSearchParams):
             raise RequestError(
@@ -106,6 +109,7 @@ class Admission:
             group=SequenceGroup(sequences, _priority(priority), num_beams=0 if search is None else params.n),
             params=params,
             builders=[OutputBuilder(sequence, self.tokenizer) for sequence in sequences],
+            matchers=[None if grammar is None else grammar.matcher(end_token_ids) for _ in sequences],
             search=search,
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(token_ids),
             tokenizer=self.tokenizer,
@@ -113,6 +117,26 @@ class Admission:
             stream=stream,
             outbox=outbox,
         )
+
+    def grammars(self, wishes: Seq[SamplingParams | BeamSearchParams]) -> list[Grammar | None]:
+        """The grammars of the forms that requests' answers must have; None: it may have any.
+
+        They take a while. Safe to call from any thread.
+
+        Raises:
+            RequestError: the model has no tokenizer, or as ``GrammarCompiler.compile``.
+        """
+        result: list[Grammar | None] = []
+        for i, wish in enumerate(wishes):
+            form = wish.structured_outputs if isinstance(wish, SamplingParams) else None
+            with numbered("prompt", i, len(wishes)):
+                if form is not None and self.compiler is None:
+                    raise RequestError(
+                        "structured outputs are about text, but this model has no tokenizer",
+                        "structured_outputs",
+                    )
+                result.append(None if form is None or self.compiler is None else self.compiler.compile(form))
+        return result
 
     def text_tokenizer(self) -> Tokenizer:
         """The tokenizer, for what cannot do without one."""

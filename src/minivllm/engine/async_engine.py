@@ -27,6 +27,7 @@ from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.errors import MiniVLLMError
 from minivllm.sampling_params import SamplingParams
+from minivllm.text.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class AsyncEngine:
         *,
         whole: bool = False,
         arrived_at: float | None = None,
+        grammars: Seq[Grammar | None] | None = None,
     ) -> "AsyncIterator[Answers]":
         """Queue requests, all or none, and read their outputs within the ``async with``.
 
@@ -93,6 +95,8 @@ class AsyncEngine:
             params: of each.
             whole: the answers are wanted at the end only.
             arrived_at: ``time.monotonic()`` of the arrival, for the observer; None: now.
+            grammars: of each, as ``InferenceEngine.compile_grammar`` gives them in a thread that may take its
+                time; None: nothing is asked that needs one.
 
         Raises:
             RequestError: anything about a request is wrong.
@@ -101,7 +105,7 @@ class AsyncEngine:
         arrived_at = time.monotonic() if arrived_at is None else arrived_at
         answers = Answers(asyncio.get_running_loop(), whole, arrived_at)
         self._num_adding += 1
-        self._commands.put(partial(self._add, answers, prompts, params))
+        self._commands.put(partial(self._add, answers, prompts, params, grammars))
         try:
             if self._stopped is not None:  # set before the queue's last reading: nobody else answers this
                 raise EngineStoppedError(str(self._stopped))
@@ -195,10 +199,19 @@ class AsyncEngine:
         for loop, woken in to_wake.items():
             _call_soon(loop, partial(_wake, woken))
 
-    def _add(self, answers: "Answers", prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> None:
+    def _add(
+        self,
+        answers: "Answers",
+        prompts: Seq[Seq[int]],
+        params: Seq[SamplingParams],
+        grammars: Seq[Grammar | None] | None,
+    ) -> None:
         refusal: Exception | None = None
         try:
-            answers.expect(self.engine.add_requests(prompts, params, stream=True, outbox=answers.outbox))
+            request_ids = self.engine.add_requests(
+                prompts, params, stream=True, outbox=answers.outbox, grammars=grammars
+            )
+            answers.expect(request_ids)
             self._open.add(answers)
         except Exception as error:
             refusal = error

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from minivllm.batch import StepResult
 from minivllm.engine.admission import Admission, Prompt, check_lists, numbered
+from minivllm.engine.masked_steps import MaskedSteps
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.request import Request
@@ -26,11 +27,12 @@ from minivllm.engine.turns import Turns
 from minivllm.errors import ModelError, RequestError, shown
 from minivllm.executors.base import Executor
 from minivllm.kv_cache.kv_cache import KVCache
-from minivllm.sampler import row_without_token, sampling_batch
+from minivllm.sampler import row_without_token
 from minivllm.sampling_params import BeamSearchParams, SamplingParams
 from minivllm.scheduler import Scheduler
-from minivllm.sequence import ScheduledSequence, Sequence
+from minivllm.sequence import Sequence, logit_rows
 from minivllm.text.chat_template import render_chat
+from minivllm.text.grammar import Grammar, GrammarCompiler
 from minivllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,7 +78,9 @@ class InferenceEngine:
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             seed=seed,
+            compiler=None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size),
         )
+        self._masked_steps = MaskedSteps()
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -132,30 +136,35 @@ class InferenceEngine:
         outbox: deque[RequestOutput] | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        grammars: Seq[Grammar | None] | None = None,
     ) -> list[str]:
         """Queue several requests, or none if anything about one of them is wrong. See ``add_request``.
 
         Args:
             outbox: their outputs are appended to it, whoever makes the engine advance; call ``abandon`` when
                 it is not read any more. None: ``step`` returns them.
+            grammars: what ``compile_grammar`` gave for each of ``params``; None: they are compiled here.
         """
+        check_lists(prompts, params, request_ids)
+        if grammars is None:
+            grammars = self._admission.grammars(params)
         with self._turns:
-            check_lists(prompts, params, request_ids)
             first = self._num_added
             if request_ids is None:
                 request_ids = [self._unused_id(first + i) for i in range(len(prompts))]
             requests: dict[str, Request] = {}
-            for i, (prompt, wish, request_id) in enumerate(zip(prompts, params, request_ids, strict=True)):
+            for i, request_id in enumerate(request_ids):
                 with numbered("prompt", i, len(prompts)):
                     request = self._admission.request(
                         first + i,
                         request_id,
-                        prompt,
-                        wish,
+                        prompts[i],
+                        params[i],
                         stream=stream,
                         outbox=self._ready if outbox is None else outbox,
                         cache_salt=cache_salt,
                         priority=priority,
+                        grammar=grammars[i],
                     )
                     if request_id in self._requests or request_id in requests:
                         raise RequestError(
@@ -247,9 +256,13 @@ class InferenceEngine:
         plan = self.scheduler.schedule()
         if not plan:
             return
-        rows, positions = _logit_rows(plan)
+        rows, positions = logit_rows(plan)
+        matchers = [
+            self._requests[row.request_id].matcher(row, at) for row, at in zip(rows, positions, strict=True)
+        ]
         try:
-            result = self.executor.execute(self.kv_cache.batch(plan), sampling_batch(rows, positions))
+            batch = self.kv_cache.batch(plan)
+            result = self._masked_steps.execute(self.executor, batch, rows, positions, matchers)
         except Exception as error:
             row = row_without_token(error)
             if row is None:
@@ -336,6 +349,13 @@ class InferenceEngine:
         )
         return self._admission.encode(text, add_special_tokens=False)
 
+    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of ``params.structured_outputs``, for ``add_requests``. None: any form will do.
+
+        It may take a second, in any thread; the engine goes on meanwhile. Raises as ``add_request``.
+        """
+        return self._admission.grammars([params])[0]
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, so that the next requests compute everything. Running ones go on."""
         with self._turns:
@@ -373,10 +393,12 @@ class InferenceEngine:
     def _take(self, drawn: Seq[tuple[int, Sequence, int]], result: StepResult) -> None:
         """Turn the tokens of a step into text, end what a stop string ends, and deliver what can be given."""
         for row, sequence, token_id in drawn:
-            builder = self._requests[sequence.request_id].builders[sequence.choice]
-            stop = builder.add(token_id, result, row)
+            request = self._requests[sequence.request_id]
+            stop = request.builders[sequence.choice].add(token_id, result, row)
             if stop is not None:
                 self.scheduler.finish(sequence, "stop", stop)
+            if ending := request.match(sequence, token_id):
+                self.scheduler.finish(sequence, *ending)
         self._num_generated += len(drawn)
         for request_id in dict.fromkeys([sequence.request_id for _, sequence, _ in drawn]):
             self._deliver(self._requests[request_id])
@@ -426,16 +448,3 @@ class InferenceEngine:
         while request_id in self._requests:  # a client chose it
             request_id += "_"
         return request_id
-
-
-def _logit_rows(plan: Seq[ScheduledSequence]) -> tuple[list[Sequence], list[int]]:
-    """For each logit row of the plan's Batch: whose token it yields, and the index of that token there."""
-    sequences: list[Sequence] = []
-    positions: list[int] = []
-    for sequence, _, num_scored, draws in plan:
-        first = sequence.num_computed_tokens + 1
-        positions += range(first, first + num_scored)
-        positions += [len(child.token_ids) for child in draws]
-        sequences += [sequence] * num_scored
-        sequences += draws
-    return sequences, positions

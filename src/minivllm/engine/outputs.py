@@ -33,7 +33,9 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     """"stop": an end token, stop token or stop string; "length": max_tokens or max_model_len; "abort";
     "error": the model failed. None while it goes on."""
-    stop_reason: int | str | None = None  #: the stop token or stop string that ended it; None: an end token
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None: an end token, or its form was complete. After an
+    "error": why it could not go on in its form, where that is the reason."""
 
     @property
     def finished(self) -> bool:

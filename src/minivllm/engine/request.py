@@ -12,8 +12,9 @@ from minivllm.engine.beam_search import BeamSearch, Hypothesis
 from minivllm.engine.output_builder import OutputBuilder, row_logprobs
 from minivllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.sampling_params import SamplingParams
-from minivllm.sequence import SequenceGroup
+from minivllm.sequence import FinishReason, Sequence, SequenceGroup
 from minivllm.text.detokenizer import IncrementalDetokenizer
+from minivllm.text.grammar import Matcher
 from minivllm.text.tokenizer import Tokenizer
 
 
@@ -27,12 +28,28 @@ class Request:
     group: SequenceGroup
     params: SamplingParams
     builders: list[OutputBuilder]  #: by choice; not used in a beam search
+    matchers: list[Matcher | None]  #: by choice; None: its answer may have any form
     search: BeamSearch | None
     prompt_logprobs: list[dict[int, Logprob] | None] | None  #: as in RequestOutput; None once they are given
     tokenizer: Tokenizer | None
     seed: int
     stream: bool
     outbox: deque[RequestOutput]  #: where its outputs go; its owner is known by it, as request ids are reused
+
+    def matcher(self, sequence: Sequence, position: int) -> Matcher | None:
+        """What a sequence's token at this position must match, unless it is there already."""
+        return self.matchers[sequence.choice] if position >= len(sequence.token_ids) else None
+
+    def match(self, sequence: Sequence, token_id: int) -> tuple[FinishReason, str | None] | None:
+        """Let a sequence's matcher know its new token. If that ends it: how, and if by an error, by which."""
+        matcher = self.matchers[sequence.choice]
+        if matcher is None:
+            return None
+        if matcher.failure is None and sequence.finish_reason != "stop":
+            matcher.accept(token_id)
+        if matcher.failure is not None:
+            return "error", matcher.failure
+        return ("stop", None) if matcher.complete else None
 
     def score_prompt(self, position: int, result: StepResult, row: int) -> None:
         """Take the logprobs of one token of the prompt, which ``result`` has in ``row``."""
