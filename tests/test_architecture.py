@@ -40,13 +40,21 @@ LATE_IMPORTS = {
     ("minivllm.models.registry", "huggingface_hub"),
     ("minivllm.text.hf_tokenizer", "huggingface_hub"),
     ("minivllm.bench.compare", "minivllm.bench.export"),  # and with it the gguf package
+    ("minivllm.bench.cli", "minivllm.bench.plots"),  # and with it pandas and matplotlib
     # A script that another Python runs, which has one of them.
     *(("minivllm.bench.peer_worker", peer) for peer in PEERS),
 }
 #: Who may import what is not ours; numpy and the standard library are everybody's.
 OUTSIDERS = {
     **{peer: {"minivllm.bench.peer_worker"} for peer in PEERS},
-    "torch": {"minivllm.executors.torch_", "minivllm.bench.peer_worker"},
+    "torch": {
+        "minivllm.executors.torch_",
+        "minivllm.bench.baseline",
+        "minivllm.bench.random_nanogpt",
+        "minivllm.bench.peer_worker",
+    },
+    "pandas": {"minivllm.bench.plots"},
+    "matplotlib": {"minivllm.bench.plots"},
     "gguf": {"minivllm.bench.export"},
     "tokenizers": {"minivllm.text"},
     "jinja2": {"minivllm.text"},
