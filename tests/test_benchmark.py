@@ -304,7 +304,7 @@ def test_runs_at_once_lose_no_row(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.torch
+@pytest.mark.bench
 def test_pictures_are_drawn(results: Path, tmp_path: Path) -> None:
     done = mini_vllm("bench", "plot", results, "--output", tmp_path / "pictures")
     assert done.returncode == 0, done.stderr
@@ -315,9 +315,10 @@ def test_pictures_are_drawn(results: Path, tmp_path: Path) -> None:
         assert content.startswith(b"\x89PNG") and len(content) > 10_000
 
 
-@pytest.mark.torch
+@pytest.mark.bench
 def test_pictures_show_the_latest_rows_of_one_machine(results: Path, tmp_path: Path) -> None:
-    plots = pytest.importorskip("minivllm.bench.plots")
+    from minivllm.bench import plots
+
     rows = plots.read(results)
     assert len(rows) == 2 * 2 * (1 + 1 + 2 + 2) + 4  # lengths, concurrencies, setups; and bfloat16
     figure = plots.runtime(rows)
@@ -343,11 +344,27 @@ def test_pictures_show_the_latest_rows_of_one_machine(results: Path, tmp_path: P
         plot(plots.read(again))
 
 
+@pytest.mark.bench
+def test_the_notebook_runs_from_top_to_bottom(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(ROOT / "benchmark_results_viz.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.outputs for cell in cells), "it is committed with its outputs"
+    monkeypatch.setenv("MINIVLLM_BENCHMARK_CSV", str(results))
+    nbclient.NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+    ).execute()
+    pictures = [output for cell in cells for output in cell.outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == 5
+
+
+@pytest.mark.bench
 @pytest.mark.parametrize(
     ("content", "words"), [(None, "does not exist"), (",".join(COLUMNS) + "\n", "no rows of the modes")]
 )
 def test_there_has_to_be_something_to_draw(tmp_path: Path, content: str | None, words: str) -> None:
-    pytest.importorskip("matplotlib")
     if content is not None:
         (tmp_path / "results.csv").write_text(content)
     done = mini_vllm("bench", "plot", tmp_path / "results.csv")
