@@ -302,6 +302,12 @@ def _legend(figure: Figure, panel: Axes, rows: pd.DataFrame) -> None:
     """Of one panel, below all of them; and of which model and machine it is."""
     handles, labels = panel.get_legend_handles_labels()
     legend = figure.legend(
-        handles, labels, loc="outside lower center", ncols=3, fontsize=9, frameon=False, title=caption(rows)
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=4 if len(labels) == 4 else 3,
+        fontsize=9,
+        frameon=False,
+        title=caption(rows),
     )
     legend.get_title().set(fontsize=8, color="#666666")
