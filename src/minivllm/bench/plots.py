@@ -135,7 +135,7 @@ def concurrency(rows: pd.DataFrame) -> Figure:
     lengths = _lengths(many[many.concurrency > 1], "new_tokens")[:2]
     prompt = many[many.concurrency > 1].prompt_tokens.min()
     figure, axes = _panels(
-        rows, len(lengths), 1, "What it is worth to many requests at once", "requests at once"
+        rows, len(lengths), 1, "What it is worth to many requests at once", "rows of several requests"
     )
     for (panel,), length in zip(axes, lengths, strict=False):
         part = many[(many.new_tokens == length) & (many.prompt_tokens == prompt)].sort_values("concurrency")
