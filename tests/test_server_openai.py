@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -333,6 +335,16 @@ def test_metrics(live: Live) -> None:
     assert value("inter_token_latency_seconds_count") >= 3
     assert value("iteration_tokens_total_count") == live.engine.metrics().steps
     assert value("iteration_tokens_total_sum") == live.engine.metrics().computed_tokens
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(live: Live) -> None:
+    dashboard = Path(__file__).parent.parent / "examples" / "grafana-dashboard.json"
+    with live.http as http:
+        text = http.get("/metrics").text
+    known = {line.split("{")[0] for line in text.splitlines() if not line.startswith("#")}
+    queries = [t["expr"] for panel in json.loads(dashboard.read_text())["panels"] for t in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"mini_vllm:\w+", query)}
+    assert len(asked) > 10 and asked <= known
 
 
 def test_events_are_json_on_one_line(live: Live) -> None:
