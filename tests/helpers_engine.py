@@ -53,6 +53,7 @@ class Setup:
     budget: int = 64
     max_num_seqs: int = 16
     dtype: str = "float32"
+    kv_dtype: str | None = None  #: None: as dtype
     threads: int = 2
     eos: tuple[int, ...] = (EOS,)
     tokenizer: bool = True
@@ -64,7 +65,12 @@ class Setup:
     def engine(self) -> InferenceEngine:
         """A fresh engine; ``max_model_len`` is the pool's, or the tiny model's."""
         geometry = KVGeometry(
-            TINY.num_layers, self.num_blocks, TINY.num_kv_heads, self.block_size, TINY.head_dim, self.dtype
+            TINY.num_layers,
+            self.num_blocks,
+            TINY.num_kv_heads,
+            self.block_size,
+            TINY.head_dim,
+            self.kv_dtype or self.dtype,
         )
         executor: Any = FakeExecutor(geometry)
         if self.model == "native":

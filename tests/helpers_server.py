@@ -35,6 +35,7 @@ class Gate:
         self._permits = threading.Semaphore(0)
         self._open = True
         self.num_steps = 0
+        self.seconds = 0.0  #: that each step takes more
         executor: Any = engine.executor
         execute = executor.execute
 
@@ -42,6 +43,7 @@ class Gate:
             if not self._open:
                 self._permits.acquire()
             self.num_steps += 1
+            time.sleep(self.seconds)
             return execute(*arguments)
 
         executor.execute = gated

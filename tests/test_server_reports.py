@@ -53,7 +53,7 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
     def script(tokens: list[str]) -> None:
         ids = [128 + WORDS.index(token) if token in WORDS else ord(token) for token in tokens]
 
-        def following(context: Sequence[int]) -> tuple[int, float]:
+        def following(context: Sequence[int], choice: int = 0) -> tuple[int, float]:
             context = [int(token_id) for token_id in context]
             place = context[::-1].index(ord(":"))
             return (ids[place] if place < len(ids) else ord(".")), -0.5
