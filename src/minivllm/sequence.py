@@ -95,6 +95,7 @@ class SequenceGroup:
     admitted_at: float | None = None  #: ``time.monotonic()`` when first admitted
     num_beams: int = 0  #: 0: samples. Else each step may replace the sequences, of which there are so many
     num_cached_tokens: int | None = None  #: taken from the prefix cache when first admitted; None before that
+    admitted_at: float | None = None  #: ``time.monotonic()`` when first admitted
 
     @property
     def rank(self) -> tuple[int, int]:
