@@ -333,7 +333,8 @@ def test_prompt_logprobs(native: Live) -> None:
 
 def test_cache_salts_keep_tenants_apart(live: Live) -> None:
     def cached(salt: str | None) -> int:
-        body = {"prompt": "~ a prompt of several blocks, for two tenants", "max_tokens": 1, "cache_salt": salt}
+        prompt = "~ a prompt of several blocks, for two tenants"
+        body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt}
         usage = live.post("/v1/completions", body).json()["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 

@@ -92,7 +92,6 @@ class SequenceGroup:
 
     sequences: list[Sequence]  #: those that are not finished, the one that computes the prompt first
     priority: int = 0  #: lower ones first, then older ones
-    admitted_at: float | None = None  #: ``time.monotonic()`` when first admitted
     num_beams: int = 0  #: 0: samples. Else each step may replace the sequences, of which there are so many
     num_cached_tokens: int | None = None  #: taken from the prefix cache when first admitted; None before that
     admitted_at: float | None = None  #: ``time.monotonic()`` when first admitted
