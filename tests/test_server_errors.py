@@ -2,8 +2,10 @@
 
 import json
 import resource
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +14,8 @@ import pytest
 from helpers_server import MODEL, Live, eventually, live_server, with_setup
 
 from minivllm.errors import ConfigError
-from minivllm.server.settings import ServerSettings
+from minivllm.server.run import listen
+from minivllm.server.settings import ServerSettings, read_api_keys
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -401,3 +404,23 @@ def test_other_origins_are_not_let_in_unless_asked(live: Live) -> None:
 def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServerSettings(**{"model_name": "m"} | wrong)
+
+
+def test_key_files(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\n one \n\ntwo\n")
+    assert read_api_keys(file) == ("one", "two")
+    for text in ("", "# none\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="no API key"):
+            read_api_keys(file)
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_api_keys(path)
+
+
+def test_addresses_that_cannot_be_had() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for host, port in (("127.0.0.1", taken.getsockname()[1]), ("no.such.host.invalid", 0)):
+            with pytest.raises(ConfigError, match="cannot listen on"):
+                listen(ServerSettings(model_name="m", host=host, port=port))

@@ -11,7 +11,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,7 +173,7 @@ class Generation(Response):
                         chunks += self._format.chunks(order[output.request_id], output)
                     await _send_events(send, chunks)
             except Exception as error:
-                await _end(send, _event(as_api_error(error).body(), b"event: error\n"))
+                await _end(send, _error_event(as_api_error(error)))
                 return
         if self._body.wants_usage:
             await _send_events(send, [self._format.usage_chunk(tokens.usage())])
@@ -192,7 +192,8 @@ class Generation(Response):
         if not self._started:
             raise error
         if self._stream:
-            await asyncio.wait_for(_end(send, _event(error.body(), b"event: error\n")), LAST_WORDS_SECONDS)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(_end(send, _error_event(error)), LAST_WORDS_SECONDS)
 
 
 def finish_reason(completion: CompletionOutput) -> FinishReason | None:
@@ -225,6 +226,10 @@ async def _end(send: Send, event: bytes) -> None:
     await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
-def _event(data: Mapping[str, Any], name: bytes = b"") -> bytes:
+def _event(data: Mapping[str, Any]) -> bytes:
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return name + b"data: " + text.encode() + b"\n\n"
+    return b"data: " + text.encode() + b"\n\n"
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"event: error\n" + _event(error.body())
