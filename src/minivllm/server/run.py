@@ -24,7 +24,6 @@ from minivllm.server.app import create_app
 from minivllm.server.service import Service
 from minivllm.server.settings import ServerSettings
 
-
 LAST_CONNECTIONS_SECONDS = 3  # for answers that are complete, but not read yet
 
 
