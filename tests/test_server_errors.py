@@ -103,6 +103,7 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         (TEXT, {"logit_bias": {"1": 101}}, "logit_bias"),
         (TEXT, {"logit_bias": {"1": "x"}}, "logit_bias"),
         (TEXT, {"logit_bias": [1]}, "logit_bias"),
+        (TEXT, {"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
         (TEXT, {"logit_bias": {"1" * 4000: 1}}, "logit_bias"),
         (TEXT, {"stream": False, "stream_options": {"include_usage": True}}, None),
         (TEXT, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
@@ -201,8 +202,8 @@ def test_other_content_types(live: Live) -> None:
     [
         ("GET", "/v1/audio/transcriptions", 404), ("POST", "/v1/images/generations", 404),
         ("POST", "/v1/fine_tuning/jobs", 404), ("GET", "/", 404), ("GET", "/v1/%ff", 404),
-        ("GET", "/..%2f..", 404), ("GET", TEXT, 405), ("DELETE", "/v1/models", 405), ("PUT", CHAT, 405),
-        ("POST", "/health", 405),
+        ("GET", "/..%2f..", 404), ("POST", TEXT + "/", 404), ("GET", TEXT, 405),
+        ("DELETE", "/v1/models", 405), ("PUT", CHAT, 405), ("POST", "/health", 405),
     ],
 )  # fmt: skip
 def test_wrong_routes(live: Live, method: str, path: str, status: int) -> None:
@@ -236,6 +237,23 @@ def test_a_prompt_beyond_the_context_has_both_numbers(live: Live) -> None:
         live.client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "long " * 400}], stream=True
         )
+
+
+def test_a_model_without_a_tokenizer() -> None:
+    with live_server(with_setup(tokenizer=False)) as live:
+        answer = live.post(TEXT, {"prompt": [1, 2], "max_tokens": 3}).json()
+        assert answer["usage"]["completion_tokens"] == 3 and answer["choices"][0]["text"] == ""
+        error_of(live.post(TEXT, {"prompt": "a"}))
+        error_of(live.post(TEXT, {"prompt": [1], "logprobs": 1}))
+        error_of(live.post(TEXT, {"prompt": [1], "stop": "a"}))
+        error_of(live.post(CHAT, {"messages": HI}))
+        error_of(live.post("/tokenize", {"prompt": "a"}))
+        error_of(live.post("/detokenize", {"tokens": [1]}))
+
+
+def test_a_model_without_a_chat_template() -> None:
+    with live_server(with_setup(chat_template=None)) as live:
+        assert "chat template" in error_of(live.post(CHAT, {"messages": HI, "stream": True}))["message"]
 
 
 def test_neighbours_of_wrong_requests_are_unharmed(live: Live) -> None:

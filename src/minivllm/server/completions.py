@@ -38,7 +38,9 @@ async def create_completion(body: CompletionRequest, service: ServiceOf) -> Resp
     service.check_model(body.model)
     params = completion_params(body)
     engine, prompts = service.engine, several(body.prompt)
-    texts = CompletionFormat(Head.new("cmpl", service), engine.tokenizer, params, body)
+    # Without a tokenizer ids can be continued, but logprobs have no names to go by.
+    tokenizer = engine.tokenizer if params.logprobs is None else service.tokenizer
+    texts = CompletionFormat(Head.new("cmpl", service), tokenizer, params, body)
     return Generation(service, body, params, lambda: _token_ids(engine, prompts), texts)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.errors import shown
-from minivllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from minivllm.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from minivllm.server.errors import bad_request
 from minivllm.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
@@ -86,8 +86,8 @@ def _number_of_logprobs(name: str, value: int | None) -> int | None:
 
 
 def _logit_bias(value: Any) -> Any:
-    """JSON has token ids as strings. Whatever is no object is left to SamplingParams to refuse."""
-    if not isinstance(value, dict):
+    """JSON has token ids as strings. What is no object, or too large, is left to SamplingParams to refuse."""
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
         return value
     for key in value:
         if not _TOKEN_ID.fullmatch(key):

@@ -104,8 +104,9 @@ async def _serve(
     _load(config, loaded)
     await server.serve([listener])
     await service.close()
-    if loaded.done():
-        loaded.result()
+    if not loaded.done():
+        os._exit(0)  # nothing can end the loading but the end of the process
+    loaded.result()
 
 
 def _load(config: EngineConfig, loaded: asyncio.Future[InferenceEngine]) -> None:

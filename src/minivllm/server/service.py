@@ -89,7 +89,7 @@ class Service:
         """
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
-            raise RequestError("this model has no tokenizer; it takes and gives token ids only", "prompt")
+            raise RequestError("this model has no tokenizer, which this request needs; give it token ids")
         return tokenizer
 
     def check_model(self, wanted: str | None) -> None:
