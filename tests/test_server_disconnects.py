@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import socket
 import struct
 import threading
@@ -172,6 +173,42 @@ def _events_of(response: bytes) -> list[Any]:
         text += rest[: int(size, 16)]
         rest = rest[int(size, 16) + 2 :]
     return events(text.decode())
+
+
+def test_many_clients_of_whom_some_leave() -> None:
+    """Mixed sizes, streams and wholes, a pool too small for all of them; a third leaves at some time."""
+    rng = random.Random(0)
+    answered: list[str] = []
+
+    async def client(http: httpx.AsyncClient, number: int) -> None:
+        for i in range(6):
+            body = {
+                "prompt": "x" * rng.randrange(1, 200) + f" {number} {i}",
+                "max_tokens": rng.randrange(1, 60),
+                "stream": rng.random() < 0.5,
+                "n": rng.randrange(1, 4),
+            }
+            call = asyncio.ensure_future(http.post(TEXT, json=body))
+            if rng.random() < 0.33:
+                await asyncio.wait([call], timeout=rng.random() * 0.2)
+                call.cancel()
+                await asyncio.wait([call])
+                continue
+            response = await call
+            assert response.status_code == 200, response.text
+            answered.append(response.text)
+            assert not body["stream"] or events(response.text)
+
+    async def clients(live: Live) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=live.url, timeout=60, limits=limits) as http:
+            await asyncio.gather(*(client(http, number) for number in range(32)))
+
+    with live_server(with_setup(num_blocks=48, max_num_seqs=16)) as live:
+        live.gate.seconds = 0.001
+        asyncio.run(clients(live))
+        assert len(answered) > 80 and live.engine.metrics().preemptions > 0
+        live.wait_until_idle()
 
 
 # --- the server's own end ---
