@@ -2,8 +2,10 @@
 
 import json
 import resource
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +14,8 @@ import pytest
 from helpers_server import MODEL, Live, eventually, live_server, with_setup
 
 from minivllm.errors import ConfigError
-from minivllm.server.settings import ServerSettings
+from minivllm.server.run import listen
+from minivllm.server.settings import ServerSettings, read_api_keys
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -73,7 +76,15 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         (TEXT, {"repetition_penalty": 0}, "repetition_penalty"),
         (TEXT, {"n": 0}, "n"),
         (TEXT, {"n": 5_000_000}, "n"),
+        (TEXT, {"n": 65}, "n"),
+        (TEXT, {"prompt": ["a"] * 256, "n": 5}, "n"),
         (TEXT, {"best_of": 2}, "best_of"),
+        (TEXT, {"prompt_logprobs": 21}, "prompt_logprobs"),
+        (TEXT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (TEXT, {"cache_salt": ""}, "cache_salt"),
+        (TEXT, {"cache_salt": "x" * 1025}, "cache_salt"),
+        (TEXT, {"priority": 2**63}, "priority"),
+        (TEXT, {"priority": 0.5}, "priority"),
         (TEXT, {"suffix": "x"}, "suffix"),
         (TEXT, {"logprobs": 21}, "logprobs"),
         (TEXT, {"logprobs": -1}, "logprobs"),
@@ -92,6 +103,7 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         (TEXT, {"logit_bias": {"1": 101}}, "logit_bias"),
         (TEXT, {"logit_bias": {"1": "x"}}, "logit_bias"),
         (TEXT, {"logit_bias": [1]}, "logit_bias"),
+        (TEXT, {"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
         (TEXT, {"logit_bias": {"1" * 4000: 1}}, "logit_bias"),
         (TEXT, {"stream": False, "stream_options": {"include_usage": True}}, None),
         (TEXT, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
@@ -190,8 +202,8 @@ def test_other_content_types(live: Live) -> None:
     [
         ("GET", "/v1/audio/transcriptions", 404), ("POST", "/v1/images/generations", 404),
         ("POST", "/v1/fine_tuning/jobs", 404), ("GET", "/", 404), ("GET", "/v1/%ff", 404),
-        ("GET", "/..%2f..", 404), ("GET", TEXT, 405), ("DELETE", "/v1/models", 405), ("PUT", CHAT, 405),
-        ("POST", "/health", 405),
+        ("GET", "/..%2f..", 404), ("POST", TEXT + "/", 404), ("GET", TEXT, 405),
+        ("DELETE", "/v1/models", 405), ("PUT", CHAT, 405), ("POST", "/health", 405),
     ],
 )  # fmt: skip
 def test_wrong_routes(live: Live, method: str, path: str, status: int) -> None:
@@ -225,6 +237,23 @@ def test_a_prompt_beyond_the_context_has_both_numbers(live: Live) -> None:
         live.client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "long " * 400}], stream=True
         )
+
+
+def test_a_model_without_a_tokenizer() -> None:
+    with live_server(with_setup(tokenizer=False)) as live:
+        answer = live.post(TEXT, {"prompt": [1, 2], "max_tokens": 3}).json()
+        assert answer["usage"]["completion_tokens"] == 3 and answer["choices"][0]["text"] == ""
+        error_of(live.post(TEXT, {"prompt": "a"}))
+        error_of(live.post(TEXT, {"prompt": [1], "logprobs": 1}))
+        error_of(live.post(TEXT, {"prompt": [1], "stop": "a"}))
+        error_of(live.post(CHAT, {"messages": HI}))
+        error_of(live.post("/tokenize", {"prompt": "a"}))
+        error_of(live.post("/detokenize", {"tokens": [1]}))
+
+
+def test_a_model_without_a_chat_template() -> None:
+    with live_server(with_setup(chat_template=None)) as live:
+        assert "chat template" in error_of(live.post(CHAT, {"messages": HI, "stream": True}))["message"]
 
 
 def test_neighbours_of_wrong_requests_are_unharmed(live: Live) -> None:
@@ -393,3 +422,23 @@ def test_other_origins_are_not_let_in_unless_asked(live: Live) -> None:
 def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServerSettings(**{"model_name": "m"} | wrong)
+
+
+def test_key_files(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\n one \n\ntwo\n")
+    assert read_api_keys(file) == ("one", "two")
+    for text in ("", "# none\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="no API key"):
+            read_api_keys(file)
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_api_keys(path)
+
+
+def test_addresses_that_cannot_be_had() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for host, port in (("127.0.0.1", taken.getsockname()[1]), ("no.such.host.invalid", 0)):
+            with pytest.raises(ConfigError, match="cannot listen on"):
+                listen(ServerSettings(model_name="m", host=host, port=port))

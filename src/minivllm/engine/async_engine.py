@@ -83,6 +83,8 @@ class AsyncEngine:
         params: Seq[SamplingParams],
         *,
         whole: bool = False,
+        cache_salt: str | None = None,
+        priority: int = 0,
         arrived_at: float | None = None,
         grammars: Seq[Grammar | None] | None = None,
     ) -> "AsyncIterator[Answers]":
@@ -94,6 +96,7 @@ class AsyncEngine:
             prompts: token ids of each.
             params: of each.
             whole: the answers are wanted at the end only.
+            cache_salt: as for ``InferenceEngine.add_request``, and so is ``priority``.
             arrived_at: ``time.monotonic()`` of the arrival, for the observer; None: now.
             grammars: of each, as ``InferenceEngine.compile_grammar`` gives them in a thread that may take its
                 time; None: nothing is asked that needs one.
@@ -105,7 +108,7 @@ class AsyncEngine:
         arrived_at = time.monotonic() if arrived_at is None else arrived_at
         answers = Answers(asyncio.get_running_loop(), whole, arrived_at)
         self._num_adding += 1
-        self._commands.put(partial(self._add, answers, prompts, params, grammars))
+        self._commands.put(partial(self._add, answers, prompts, params, cache_salt, priority, grammars))
         try:
             if self._stopped is not None:  # set before the queue's last reading: nobody else answers this
                 raise EngineStoppedError(str(self._stopped))
@@ -204,12 +207,20 @@ class AsyncEngine:
         answers: "Answers",
         prompts: Seq[Seq[int]],
         params: Seq[SamplingParams],
+        cache_salt: str | None,
+        priority: int,
         grammars: Seq[Grammar | None] | None,
     ) -> None:
         refusal: Exception | None = None
         try:
             request_ids = self.engine.add_requests(
-                prompts, params, stream=True, outbox=answers.outbox, grammars=grammars
+                prompts,
+                params,
+                stream=True,
+                outbox=answers.outbox,
+                cache_salt=cache_salt,
+                priority=priority,
+                grammars=grammars,
             )
             answers.expect(request_ids)
             self._open.add(answers)
@@ -353,7 +364,8 @@ def merged(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     for completion in later.outputs:
         before = completions.get(completion.index)
         completions[completion.index] = completion if before is None else _joined(before, completion)
-    return replace(later, outputs=list(completions.values()))
+    prompt_logprobs = later.prompt_logprobs if earlier.prompt_logprobs is None else earlier.prompt_logprobs
+    return replace(later, outputs=list(completions.values()), prompt_logprobs=prompt_logprobs)
 
 
 def _joined(earlier: CompletionOutput, later: CompletionOutput) -> CompletionOutput:

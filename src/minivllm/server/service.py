@@ -89,7 +89,7 @@ class Service:
         """
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
-            raise RequestError("this model has no tokenizer; it takes and gives token ids only", "prompt")
+            raise RequestError("this model has no tokenizer, which this request needs; give it token ids")
         return tokenizer
 
     def check_model(self, wanted: str | None) -> None:
@@ -129,14 +129,22 @@ class Service:
         params: SamplingParams,
         *,
         whole: bool,
+        cache_salt: str | None,
+        priority: int,
     ) -> AsyncIterator[Answers]:
         """The answers to what ``make_prompts`` returns. See ``AsyncEngine.requests`` and ``prepare``."""
         engine, arrived_at = self._ready(), time.monotonic()
         self.num_open += 1
         try:
             prompts = await self.prepare(make_prompts)
-            wishes = [params] * len(prompts)
-            async with engine.requests(prompts, wishes, whole=whole, arrived_at=arrived_at) as answers:
+            async with engine.requests(
+                prompts,
+                [params] * len(prompts),
+                whole=whole,
+                cache_salt=cache_salt,
+                priority=priority,
+                arrived_at=arrived_at,
+            ) as answers:
                 yield answers
         finally:
             self.num_open -= 1
