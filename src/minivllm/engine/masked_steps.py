@@ -46,9 +46,8 @@ class MaskedSteps:
         masks = np.empty((len(present), present[0].num_words), np.uint32)
         written = self._thread.submit(_write, present, masks)
         try:
-            return executor.execute(
-                batch, sampling_batch(rows, positions, (mask_row, masks)), before_sampling=written.result
-            )
+            sampling = sampling_batch(rows, positions, (mask_row, masks))
+            return executor.execute(batch, sampling, written.result)
         finally:
             wait([written])  # a step that failed may not have come so far
 

@@ -7,6 +7,7 @@ from typing import Any
 from minivllm.errors import shown
 from minivllm.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from minivllm.server.errors import bad_request
+from minivllm.server.forms import structured_outputs
 from minivllm.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 #: Fields that mean the same on both sides. Null, or absent: the default of SamplingParams.
@@ -74,8 +75,13 @@ def _params(body: GenerationRequest, max_tokens: int | None, logprobs: int | Non
     values = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     if body.logit_bias is not None:
         values["logit_bias"] = _logit_bias(body.logit_bias)
-    prompt_logprobs = _number_of_logprobs("prompt_logprobs", body.prompt_logprobs)
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **values)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=_number_of_logprobs("prompt_logprobs", body.prompt_logprobs),
+        structured_outputs=structured_outputs(body),
+        **values,
+    )
 
 
 def _number_of_logprobs(name: str, value: int | None) -> int | None:

@@ -9,9 +9,9 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,15 @@ from starlette.types import Receive, Scope, Send
 from minivllm.engine.async_engine import Answers
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import SamplingParams
-from minivllm.server.errors import ApiError, as_api_error, internal_error, timed_out, unavailable
+from minivllm.server.errors import (
+    ApiError,
+    as_api_error,
+    bad_request,
+    internal_error,
+    timed_out,
+    unavailable,
+)
+from minivllm.server.forms import about_field, form_field
 from minivllm.server.protocol import GenerationRequest
 from minivllm.server.responses import FinishReason, Usage
 from minivllm.server.service import Service
@@ -179,14 +187,17 @@ class Generation(Response):
             await _send_events(send, [self._format.usage_chunk(tokens.usage())])
         await _end(send, _DONE)
 
-    def _answers(self) -> AbstractAsyncContextManager[Answers]:
-        return self._service.answers(
-            self._make_prompts,
-            self._params,
-            whole=not self._stream,
-            cache_salt=self._body.cache_salt,
-            priority=self._body.priority or 0,
-        )
+    @asynccontextmanager
+    async def _answers(self) -> AsyncIterator[Answers]:
+        with about_field(form_field(self._body)):
+            async with self._service.answers(
+                self._make_prompts,
+                self._params,
+                whole=not self._stream,
+                cache_salt=self._body.cache_salt,
+                priority=self._body.priority or 0,
+            ) as answers:
+                yield answers
 
     async def _give_up(self, send: Send, error: ApiError) -> None:
         if not self._started:
@@ -207,6 +218,10 @@ def _check(output: RequestOutput) -> None:
     for completion in output.outputs:
         if completion.finish_reason == "abort":
             raise unavailable("the server ended before the answer was complete", "shutting_down")
+        if completion.finish_reason == "error" and completion.stop_reason is not None:
+            raise bad_request(
+                f"the answer cannot go on in the form that it must have: {completion.stop_reason}"
+            )
         if completion.finish_reason == "error":
             raise internal_error("the model failed while it was answering; the server's log says more")
 

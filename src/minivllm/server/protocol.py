@@ -36,6 +36,12 @@ LogitBias = Annotated[
         {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]}
     ),
 ]
+#: A JSON schema, or its text; checked where it is compiled.
+Schema = Annotated[
+    Any,
+    WithJsonSchema({"anyOf": [{"type": kind} for kind in ("object", "string", "boolean", "null")]}),
+]
+Choices = Annotated[list[str] | None, Field(fail_fast=True)]
 Content = Annotated[
     Any,
     WithJsonSchema(
@@ -105,8 +111,9 @@ class Strict(BaseModel):
     def _known_fields_only(cls, data: Any) -> Any:
         """One complaint, however many fields are unknown."""
         if isinstance(data, dict):
+            known = {field.alias or name for name, field in cls.model_fields.items()}
             for name in data:
-                if name not in cls.model_fields:
+                if name not in known:
                     raise PydanticCustomError(
                         "unknown_field", "{field} is no field of this request", {"field": shown(name)}
                     )
@@ -118,6 +125,38 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  #: padding against eavesdroppers: there is none, as with false
+
+
+class JSONSchemaFormat(Strict):
+    """A schema, and what OpenAI has beside it. It is kept whether ``strict`` or not."""
+
+    name: str
+    description: str | None = None
+    schema_: Schema = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """The form of an answer, as OpenAI has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError('json_schema goes with the type "json_schema", and with no other')
+        return self
+
+
+class StructuredOutputs(Strict):
+    """The form of an answer, as vLLM has it."""
+
+    json_: Schema = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class GenerationRequest(Strict):
@@ -157,11 +196,13 @@ class GenerationRequest(Strict):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
-    guided_json: NotSupported = None
-    guided_regex: NotSupported = None
-    guided_choice: NotSupported = None
-    guided_grammar: NotSupported = None
-    structured_outputs: NotSupported = None
+    # The form of the answer; one of these at most.
+    response_format: ResponseFormat | None = None
+    guided_json: Schema = None
+    guided_regex: str | None = None
+    guided_choice: Choices = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -194,12 +235,6 @@ class Message(BaseModel):
     content: Content = None
 
 
-class TextFormat(Strict):
-    """The only ``response_format`` so far."""
-
-    type: Literal["text"]
-
-
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
@@ -218,7 +253,6 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: TextFormat | None = None
 
     tools: NotSupported = None
     tool_choice: NotSupported = None

@@ -132,11 +132,16 @@ class Service:
         cache_salt: str | None,
         priority: int,
     ) -> AsyncIterator[Answers]:
-        """The answers to what ``make_prompts`` returns. See ``AsyncEngine.requests`` and ``prepare``."""
+        """The answers to what ``make_prompts`` returns. See ``AsyncEngine.requests`` and ``prepare``.
+
+        Grammars, too, are compiled where prompts are made.
+        """
         engine, arrived_at = self._ready(), time.monotonic()
         self.num_open += 1
         try:
-            prompts = await self.prepare(make_prompts)
+            prompts, grammar = await self.prepare(
+                lambda: (make_prompts(), engine.engine.compile_grammar(params))
+            )
             async with engine.requests(
                 prompts,
                 [params] * len(prompts),
@@ -144,6 +149,7 @@ class Service:
                 cache_salt=cache_salt,
                 priority=priority,
                 arrived_at=arrived_at,
+                grammars=[grammar] * len(prompts),
             ) as answers:
                 yield answers
         finally:

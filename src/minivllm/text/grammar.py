@@ -34,13 +34,11 @@ _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
+    "max_items_in_row": 600,  # a schema has some for each optional property, an ambiguous grammar any number
     "max_lexer_states": 20_000,
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-#: Ways in which a text may be understood at one place. A schema with many optional properties has several for
-#: each; a grammar that has as many is ambiguous, and the time it takes grows with their square.
-_MAX_WAYS, _MAX_WAYS_OF_GRAMMAR = 1000, 250
 
 Mask = npt.NDArray[np.uint32]
 
@@ -215,9 +213,7 @@ def _matcher(vocabulary: "LLTokenizer", form: StructuredOutputsParams) -> "LLMat
             source = grammar_from("grammar", form.grammar or "")
     except (ValueError, RecursionError) as error:
         raise _refusal(str(error)) from None
-    ways = _MAX_WAYS if form.grammar is None else _MAX_WAYS_OF_GRAMMAR
-    limits = LLParserLimits(max_items_in_row=ways, **_LIMITS)
-    matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
+    matcher = LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(**_LIMITS))
     if matcher.is_error():
         raise _refusal(matcher.get_error())
     return matcher
