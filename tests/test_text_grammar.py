@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers_engine import byte_tokenizer
+from helpers_grammar import allowed
 from helpers_text import byte_level_metadata, sentencepiece_metadata
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ from minivllm.errors import RequestError
 from minivllm.structured_outputs import MAX_GRAMMAR_LENGTH, StructuredOutputsParams
 from minivllm.text.char_tokenizer import char_tokenizer
 from minivllm.text.gguf_tokenizer import gguf_tokenizer
-from minivllm.text.grammar import MAX_CACHED, GrammarCompiler, Matcher
+from minivllm.text.grammar import MAX_CACHED, GrammarCompiler
 from minivllm.text.vocabulary import Tokenizer
 
 PADDED = 500  #: a model's vocabulary may be larger than its tokenizer's
@@ -28,12 +28,6 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
 }
 COMPILERS = {name: GrammarCompiler(make(), PADDED) for name, make in TOKENIZERS.items()}
 END = frozenset({2, 40})  #: an end token, and an ordinary one that the client wants to end the text
-
-
-def allowed(matcher: Matcher) -> set[int]:
-    mask = np.full(matcher.num_words, 0xABCDABCD, np.uint32)  # whatever was there before
-    matcher.write_mask(mask)
-    return {i for i in range(32 * len(mask)) if int(mask[i // 32]) >> i % 32 & 1}
 
 
 def form(**fields: Any) -> StructuredOutputsParams:

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Response
 
 from minivllm.engine.inference_engine import InferenceEngine
-from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.conversion import chat_params
 from minivllm.server.generation import Format, Generation, Head, finish_reason
@@ -19,10 +20,14 @@ from minivllm.server.responses import (
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
+    ChatFinishReason,
+    ChatMessage,
     ChunkChoice,
+    Delta,
     Usage,
 )
 from minivllm.server.service import ServiceOf
+from minivllm.server.tools import AnswerParser, Tools, joined, tools_of, with_calls_as_text
 from minivllm.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=JSONRoute)
@@ -35,18 +40,24 @@ router = APIRouter(route_class=JSONRoute)
 async def create_chat_completion(body: ChatCompletionRequest, service: ServiceOf) -> Response:
     """Answer a conversation."""
     service.check_model(body.model)
+    tools = tools_of(body, service.tokenizer.chat_template)
     params = chat_params(body)
+    if tools is not None and tools.form is not None:
+        params = replace(params, structured_outputs=tools.form)
     engine = service.engine
-    chat = ChatFormat(Head.new("chatcmpl", service), service.tokenizer, params, body.wants_usage)
-    return Generation(service, body, params, lambda: [chat_prompt(engine, body.messages, body)], chat)
+    chat = ChatFormat(Head.new("chatcmpl", service), service.tokenizer, params, tools, body.wants_usage)
+    told = body if tools is not None else body.model_copy(update={"tools": None})
+    return Generation(service, body, params, lambda: [chat_prompt(engine, body.messages, told)], chat)
 
 
 def chat_prompt(engine: InferenceEngine, messages: Seq[Message], wishes: TemplateFields) -> list[int]:
     """The conversation as the model wants it. Its template spells out the begin token: none is added."""
     continues = bool(wishes.continue_final_message)
     add = wishes.add_generation_prompt
+    template = None if engine.tokenizer is None else engine.tokenizer.chat_template
     return engine.chat_prompt(
-        [_template_message(message) for message in messages],
+        [with_calls_as_text(_template_message(message), template) for message in messages],
+        tools=[tool.model_dump(exclude_none=True) for tool in wishes.tools] if wishes.tools else None,
         add_generation_prompt=not continues if add is None else add,
         continue_final_message=continues,
         template_kwargs=wishes.chat_template_kwargs,
@@ -66,8 +77,16 @@ def _template_message(message: Message) -> dict[str, Any]:
 class ChatFormat(Format):
     """Chat completions and their chunks."""
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, params: SamplingParams, usage_asked: bool) -> None:
+    def __init__(
+        self,
+        head: Head,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        tools: Tools | None,
+        usage_asked: bool,
+    ) -> None:
         self._head = head
+        self._parsers = [] if tools is None else [AnswerParser(tools) for _ in range(params.n)]
         self._tokenizer = tokenizer
         self._num_choices = params.n
         self._num_top = params.logprobs or 0
@@ -92,18 +111,22 @@ class ChatFormat(Format):
         chunks: list[Mapping[str, Any]] = []
         for completion in output.outputs:
             logprobs = chat_logprobs(completion, self._tokenizer, self._num_top)
-            if completion.text or (logprobs is not None and logprobs["content"]):
+            deltas = self._deltas(completion)
+            if not deltas and logprobs is not None and logprobs["content"]:
+                deltas.append({"content": ""})
+            for delta in deltas:
                 chunks.append(
                     self._chunk(
                         {
                             "index": completion.index,
-                            "delta": {"content": completion.text},
+                            "delta": delta,
                             "logprobs": logprobs,
                             "finish_reason": None,
                         }
                     )
                 )
-            reason = finish_reason(completion)
+                logprobs = None
+            reason = self._finish_reason(completion)
             if reason is not None:
                 chunks.append(
                     self._chunk(
@@ -118,15 +141,20 @@ class ChatFormat(Format):
 
     def whole(self, outputs: Seq[RequestOutput], usage: Usage) -> Mapping[str, Any]:
         """Every choice."""
-        choices: list[ChatChoice] = [
-            {
-                "index": completion.index,
-                "message": {"role": "assistant", "content": completion.text, "refusal": None},
-                "logprobs": chat_logprobs(completion, self._tokenizer, self._num_top),
-                "finish_reason": finish_reason(completion) or "stop",
-            }
-            for completion in sorted(outputs[0].outputs, key=lambda completion: completion.index)
-        ]
+        choices: list[ChatChoice] = []
+        for completion in sorted(outputs[0].outputs, key=lambda completion: completion.index):
+            content, calls = joined(self._deltas(completion))
+            message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
+            if calls:
+                message["tool_calls"] = calls
+            choices.append(
+                {
+                    "index": completion.index,
+                    "message": message,
+                    "logprobs": chat_logprobs(completion, self._tokenizer, self._num_top),
+                    "finish_reason": self._finish_reason(completion) or "stop",
+                }
+            )
         answer: ChatCompletion = {
             "id": self._head.id,
             "object": "chat.completion",
@@ -139,6 +167,19 @@ class ChatFormat(Format):
         if outputs[0].prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
         return answer
+
+    def _deltas(self, completion: CompletionOutput) -> list[Delta]:
+        """What is new in a choice."""
+        if self._parsers:
+            return self._parsers[completion.index].deltas(completion.text, completion.finished)
+        return [{"content": completion.text}] if completion.text else []
+
+    def _finish_reason(self, completion: CompletionOutput) -> ChatFinishReason | None:
+        """After ``_deltas``."""
+        reason = finish_reason(completion)
+        if reason == "stop" and self._parsers and self._parsers[completion.index].has_calls:
+            return "tool_calls"
+        return reason
 
     def _chunk(self, choice: ChunkChoice | None) -> ChatCompletionChunk:
         chunk: ChatCompletionChunk = {

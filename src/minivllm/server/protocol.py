@@ -4,6 +4,7 @@ A field that is not listed here is refused, and so is one whose type is ``NotSup
 nothing that would change the answer is ignored. What a number may be is checked by ``SamplingParams``.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -13,6 +14,7 @@ from minivllm.errors import shown
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
+MAX_TOOLS = 128
 
 
 def _refuse(value: object) -> None:
@@ -226,6 +228,89 @@ class CompletionRequest(GenerationRequest):
     suffix: NotSupported = None
 
 
+class Function(Strict):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  #: the JSON schema of its arguments; absent: any object
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool; functions are all there is."""
+
+    type: Literal["function"]
+    function: Function
+
+
+@dataclass(frozen=True)
+class NamedTool:
+    """The choice of one function, which the model must call."""
+
+    name: str
+
+
+def _checked_tool_choice(value: object) -> object:
+    """With one complaint, where pydantic's union would have one for each kind."""
+    if value is None or (isinstance(value, str) and value in ("none", "auto", "required")):
+        return value
+    match value:
+        case {"type": "function", "function": {"name": str() as name, **more}, **others}:
+            if not more and not others:
+                return NamedTool(name)
+    raise ValueError(
+        f'must be "none", "auto", "required", or {{"type": "function", "function": {{"name": …}}}}, '
+        f"not {shown(value)}"
+    )
+
+
+ToolChoice = Annotated[
+    Any,
+    BeforeValidator(_checked_tool_choice),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["none", "auto", "required", None]},
+                {
+                    "type": "object",
+                    "properties": {
+                        "type": {"const": "function"},
+                        "function": {
+                            "type": "object",
+                            "properties": {"name": {"type": "string"}},
+                            "required": ["name"],
+                            "additionalProperties": False,
+                        },
+                    },
+                    "required": ["type", "function"],
+                    "additionalProperties": False,
+                },
+            ]
+        }
+    ),
+]
+
+
+class CalledFunction(BaseModel):
+    """In the history of a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
+
+    name: str
+    arguments: str | dict[str, Any] | None = None  #: JSON text
+
+
+class ToolCall(BaseModel):
+    """In the history of a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(BaseModel):
     """One message of a conversation; further keys are the chat template's."""
 
@@ -233,6 +318,8 @@ class Message(BaseModel):
 
     role: str
     content: Content = None
+    tool_calls: list[ToolCall] | None = None  #: an assistant's
+    tool_call_id: str | None = None  #: the call that a message of the role "tool" answers
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -244,6 +331,7 @@ class TemplateFields(Strict):
     add_generation_prompt: bool | None = None  #: absent: true, unless the final message is to be continued
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, TemplateFields):
@@ -254,9 +342,8 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    tools: NotSupported = None
-    tool_choice: NotSupported = None
-    parallel_tool_calls: bool | None = None  #: without tools it says nothing
+    tool_choice: ToolChoice = None  #: absent: auto
+    parallel_tool_calls: bool | None = None  #: false: one call at the most; without tools it says nothing
     functions: NotSupported = None
     function_call: NotSupported = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from typing_extensions import NotRequired, TypedDict
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(TypedDict):
@@ -43,12 +44,28 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class FunctionCall(TypedDict):
+    """What is called."""
+
+    name: str
+    arguments: str  #: JSON text
+
+
+class ToolCall(TypedDict):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class ChatMessage(TypedDict):
     """The answer."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None  #: null if there are calls and no text
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -57,7 +74,7 @@ class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class PromptLogprob(TypedDict):
@@ -85,11 +102,28 @@ class ChatCompletion(TypedDict):
     prompt_logprobs: NotRequired[PromptLogprobs]  #: if they were asked for
 
 
+class FunctionDelta(TypedDict):
+    """What is new in a call."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """A call that begins, with its id, type and name; or a piece of its arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class Delta(TypedDict):
     """What is new in a choice."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChunkChoice(TypedDict):
@@ -98,7 +132,7 @@ class ChunkChoice(TypedDict):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatCompletionChunk(TypedDict):

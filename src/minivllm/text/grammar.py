@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 MAX_CACHED = 32  #: compiled grammars that are kept for whoever asks for them again
 
-#: Between the parts of a JSON text: nothing, a space, or line breaks and indentation. Models that are not
-#: sure how to go on would fill an answer with white space if there were no end to it.
-WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
+#: How llguidance is to take JSON schemas. Between the parts of a JSON text there is nothing, a space, or
+#: line breaks and indentation: models that are not sure how to go on would fill an answer with white space
+#: if there were no end to it. Keywords that it does not implement are refused.
+JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}", "lenient": False}
 
 #: Bounds of the time that a mask takes, and of memory, below llguidance's own; forms that people ask for are
 #: far from them. An answer whose grammar exceeds one on its way ends there.
@@ -200,11 +201,10 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> "LLTokenizer":
 def _matcher(vocabulary: "LLTokenizer", form: StructuredOutputsParams) -> "LLMatcher":
     from llguidance import LLMatcher, LLParserLimits, grammar_from
 
-    json_options: Any = {"whitespace_pattern": WHITESPACE, "lenient": False}
     try:
         if form.json is not None or form.json_object:
             schema = form.json if isinstance(form.json, str) else '{"type": "object"}'
-            source = LLMatcher.grammar_from_json_schema(schema, overrides=json_options)
+            source = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
         elif form.regex is not None:
             source = LLMatcher.grammar_from_regex(form.regex)
         elif form.choice is not None:
