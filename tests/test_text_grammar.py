@@ -95,6 +95,17 @@ def test_the_only_way_to_go_on_is_taken_in_the_models_own_tokens(name: str) -> N
         assert tokens == tokenizer.encode("the cat sat", add_special_tokens=False)
 
 
+def test_a_long_text_without_alternatives() -> None:
+    tokenizer = TOKENIZERS["byte-level"]()
+    text = "the cat sat on the mat, and " * 2000
+    matcher = COMPILERS["byte-level"].compile(form(choice=[text])).matcher(END)
+    tokens = []
+    for _ in range(300):
+        tokens.append(min(allowed(matcher)))
+        matcher.accept(tokens[-1])
+    assert tokens == tokenizer.encode(text, add_special_tokens=False)[:300]
+
+
 def test_special_tokens_are_no_text() -> None:
     tokenizer = TOKENIZERS["byte-level"]()
     matcher = COMPILERS["byte-level"].compile(form(regex="(?s:.*)")).matcher(frozenset({2}))

@@ -22,6 +22,7 @@ from minivllm.text.vocabulary import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+MAX_EXPECTED = 256  #: characters of a text without alternatives that are given the model's own tokens
 MAX_CACHED = 32  #: compiled grammars that are kept for whoever asks for them again
 
 #: How llguidance is to take JSON schemas. Between the parts of a JSON text there is nothing, a space, or
@@ -174,11 +175,15 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens that the model would expect for a text, of which there is no other way to go on."""
+        """The tokens that the model would expect for a text, where there is no other way to go on.
+
+        Only the first of them come next, so the far end of a long text need not be what the model expects.
+        """
+        near, far = text[:MAX_EXPECTED], text[MAX_EXPECTED:]
         for encode in (self._encode, self.greedily):
-            token_ids = encode(text)
-            if b"".join(self.tokens[token_id] for token_id in token_ids) == text.encode():
-                return list(token_ids)
+            token_ids = [*encode(near), *(self.greedily(far) if far else [])]
+            if b"".join([self.tokens[token_id] for token_id in token_ids]) == text.encode():
+                return token_ids
         return [len(self.tokens) - 1]
 
     def _encode(self, text: str) -> list[int]:
