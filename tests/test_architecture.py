@@ -42,6 +42,8 @@ LATE_IMPORTS = {
     ("minivllm.bench.compare", "minivllm.bench.export"),  # and with it the gguf package
     # FastAPI and its kin take half a second, which only `serve` is to cost.
     ("minivllm.server.cli", "minivllm.server.run"),
+    ("minivllm.server.cli", "minivllm.server.run_batch"),
+    ("minivllm.server.cli", "minivllm.server.batch_file"),
     ("minivllm.server.cli", "minivllm.server.settings"),
     # A script that another Python runs, which has one of them.
     *(("minivllm.bench.peer_worker", peer) for peer in PEERS),
