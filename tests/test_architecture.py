@@ -45,6 +45,10 @@ LATE_IMPORTS = {
     ("minivllm.server.cli", "minivllm.server.run_batch"),
     ("minivllm.server.cli", "minivllm.server.batch_file"),
     ("minivllm.server.cli", "minivllm.server.settings"),
+    # They need httpx and matplotlib.
+    ("minivllm.bench.serving.cli", "minivllm.bench.serving.client"),
+    ("minivllm.bench.serving.cli", "minivllm.bench.serving.load"),
+    ("minivllm.bench.serving.cli", "minivllm.bench.serving.plot"),
     # A script that another Python runs, which has one of them.
     *(("minivllm.bench.peer_worker", peer) for peer in PEERS),
 }
@@ -52,6 +56,7 @@ SERVER_PACKAGES = (
     "fastapi", "jiter", "prometheus_client", "pydantic", "pydantic_core", "starlette", "typing_extensions",
     "uvicorn",
 )  # fmt: skip
+CLIS = ("minivllm.cli", "minivllm.bench.cli", "minivllm.bench.serving.cli", "minivllm.server.cli")
 #: Who may import what is not ours; numpy and the standard library are everybody's.
 OUTSIDERS = {
     **{peer: {"minivllm.bench.peer_worker"} for peer in PEERS},
@@ -60,8 +65,10 @@ OUTSIDERS = {
     "tokenizers": {"minivllm.text"},
     "jinja2": {"minivllm.text"},
     "huggingface_hub": {"minivllm.models.registry", "minivllm.text.hf_tokenizer"},
-    "rich": {"minivllm.llm", "minivllm.cli", "minivllm.bench.cli", "minivllm.server.cli"},
-    "typer": {"minivllm.cli", "minivllm.cli_options", "minivllm.bench.cli", "minivllm.server.cli"},
+    "rich": {"minivllm.llm", *CLIS},
+    "typer": {"minivllm.cli_options", *CLIS},
+    "httpx": {"minivllm.bench.serving.client"},
+    "matplotlib": {"minivllm.bench.serving.plot"},
     **{name: {"minivllm.server"} for name in SERVER_PACKAGES},
 }
 #: `_core` holds the allocator, the decoder and the machine's limits; each has one face.

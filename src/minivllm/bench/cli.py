@@ -1,4 +1,4 @@
-"""``mini-vllm bench latency | throughput | prefix``: options, nothing else."""
+"""``mini-vllm bench latency | throughput | prefix | serve``: options, nothing else."""
 
 import json
 from typing import Annotated, Any
@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from minivllm.bench.measure import Plan, measure, plan
+from minivllm.bench.serving.cli import serve
 from minivllm.config import Dtype, EngineConfig
 from minivllm.models.pull import MODEL_ALIASES
 
@@ -14,6 +15,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Measure speed beside the machine's limits, and beside other engines.",
 )
+app.command("serve")(serve)
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Model = Annotated[
