@@ -31,9 +31,8 @@ import httpx
 from minivllm.bench.serving.workload import words
 
 SERVE = (sys.executable, "-c", "from minivllm.cli import main; main()", "serve")
-SETTLING = (
-    0.15  # of the time, before memory counts: until then the pool's pages are touched for the first time
-)
+BLOCK_SIZE = 16
+SETTLING = 0.1  # of the time, before memory counts
 GROWTH = 0.02, 8 * 2**20  # what resident memory may grow: a share, and bytes
 SYSTEM = "You are a patient assistant. " + words(0, 120)
 CANARY = {"prompt": "The capital of France is", "max_tokens": 24, "temperature": 0}
