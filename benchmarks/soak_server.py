@@ -228,7 +228,7 @@ async def soak(
     """Do it and print what was seen. What is wrong, in sentences."""
     wrong = []
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as http:
         await touch_pool(http, num_blocks)
         start, files = time.monotonic(), server.open_files
         run = Soak(http, drop, until=start + seconds)
