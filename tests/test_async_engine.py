@@ -169,6 +169,7 @@ def test_closing_fails_what_runs() -> None:
         running = asyncio.ensure_future(_ask(engine))
         await until(lambda: engine.engine.metrics().num_running == 1)
         closing = asyncio.ensure_future(engine.close())
+        await asyncio.sleep(0)  # it has asked for the end before the engine can finish anything
         gate.open()
         await closing
         with pytest.raises(EngineStoppedError):
