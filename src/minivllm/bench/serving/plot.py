@@ -31,7 +31,7 @@ def save_plot(report: ServeReport, traces: Sequence[Trace], path: Path) -> None:
     goals = report.goals
     first = [t.ttft for t in good if t.ttft is not None]
     _distribution(axes[0, 0], "time to the first token", first, goals.get("ttft"))
-    _distribution(axes[0, 1], "between tokens", [gap for t in good for gap in t.itl], goals.get("itl"))
+    _distribution(axes[0, 1], "between pieces", [gap for t in good for gap in t.itl], goals.get("itl"))
     _distribution(axes[1, 0], "whole answer", [t.e2e for t in good], goals.get("e2e"))
     _over_time(axes[1, 1], good)
     try:
