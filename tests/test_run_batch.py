@@ -221,7 +221,7 @@ def test_what_is_refused_before_any_work(files: tuple[Path, Path], tmp_path: Pat
     refused("lines 1 and 2", "5 more")
 
     write(requests, completion(1), completion(2))
-    run(requests, answers)
+    run(requests, answers, in_flight=1)
     write(requests, completion(2), completion(1))
     refused("line 1 of", "no answer to a line of this input")
     write(requests, completion(1))

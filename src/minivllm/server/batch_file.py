@@ -143,7 +143,7 @@ def open_batch(requests: Path, answers: Path) -> Iterator[Batch]:
                 raise ConfigError(f"{answers} is the input itself; the answers need a file of their own")
             try:
                 fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise ConfigError(f"another run is writing {answers}; wait for it, or end it") from None
             yield Batch(source, target, digests)
 
