@@ -221,7 +221,8 @@ def test_a_body_that_does_not_arrive(live: Live, monkeypatch: pytest.MonkeyPatch
 )
 def test_what_is_no_http(live: Live, data: bytes) -> None:
     with suppress(ConnectionError):  # it may be closed before all of it is sent
-        assert raw(live, data + b"\r\n\r\n").startswith((b"HTTP/1.1 400 ", b""))
+        answer = raw(live, data + b"\r\n\r\n")
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
     assert live.http.get("/health").status_code == 200
 
 
