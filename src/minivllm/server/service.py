@@ -163,7 +163,7 @@ class Service:
             await asyncio.sleep(0.02)
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:  # not async, it would be called in a thread
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
