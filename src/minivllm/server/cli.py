@@ -1,6 +1,5 @@
 """``mini-vllm serve | run-batch``: options, nothing else. The server is loaded when it is asked for."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -157,5 +156,6 @@ def run_batch(
 
 
 def _name(model: str) -> str:
-    """Of a path its last part; an alias and a Hub name are names already."""
-    return Path(model).resolve().name if os.path.exists(model) else model
+    """Of a path its last part, without a file's suffix; an alias and a Hub name are names already."""
+    path = Path(model).resolve()
+    return model if not path.exists() else path.stem if path.is_file() else path.name
