@@ -160,6 +160,14 @@ class LLM:
             prompts.append(prompt)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def save_prefix_cache(self, path: str | Path) -> int:
+        """Write the prefix cache to a file: see ``InferenceEngine.save_prefix_cache``."""
+        return self.engine.save_prefix_cache(path)
+
+    def load_prefix_cache(self, path: str | Path) -> int:
+        """Take a saved prefix cache: see ``InferenceEngine.load_prefix_cache``."""
+        return self.engine.load_prefix_cache(path)
+
 
 def _prompt_list(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
     """A list of prompts, whether one was given or several."""

@@ -15,12 +15,14 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 from minivllm.batch import StepResult
 from minivllm.engine.admission import Admission, Prompt, Request, check_lists, numbered
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.prefix_store import load_prefix_cache, save_prefix_cache
 from minivllm.engine.turns import Turns
 from minivllm.errors import ModelError, RequestError, shown
 from minivllm.executors.base import Executor
@@ -302,6 +304,40 @@ class InferenceEngine:
         """Forget every cached prefix, so that the next requests compute everything. Running ones go on."""
         with self._turns:
             self.kv_cache.reset_prefix_cache()
+
+    def save_prefix_cache(self, path: str | Path) -> int:
+        """Write every published block and its tokens to a file, for ``load_prefix_cache`` after a restart.
+
+        What requests with a ``cache_salt`` have published is left out. Whoever reads the file can tell the
+        prompts: it is made readable for its owner alone. A file that is there is replaced once the new one
+        is complete. No step is made meanwhile.
+
+        Returns: the number of blocks.
+
+        Raises:
+            ConfigError: prefix caching is off.
+            PrefixCacheError: the file cannot be written.
+        """
+        with self._turns:
+            return save_prefix_cache(Path(path), self.kv_cache, self.executor)
+
+    def load_prefix_cache(self, path: str | Path) -> int:
+        """Take the blocks of a file that ``save_prefix_cache`` has written into the prefix cache.
+
+        They go to blocks that hold nothing; if these are too few, beginnings are taken before what continues
+        them. Whatever has been cached or is in use stays. Trust a file as you trust a model: a forged one can
+        hold any keys and values.
+
+        Returns: the number of blocks taken.
+
+        Raises:
+            ConfigError: prefix caching is off.
+            PrefixCacheError: there is no such file, it is damaged, or it was saved by another version of
+                mini-vllm or with another model, instruction set, dtype, quantization or block size. Nothing
+                has changed.
+        """
+        with self._turns:
+            return load_prefix_cache(Path(path), self.kv_cache, self.executor)
 
     # --- what others may see ---
 

@@ -18,14 +18,14 @@ queues, budgets or who goes first.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 
 from minivllm.batch import NO_SLOT, Batch, IntArray
-from minivllm.block_allocator import BlockAllocator
+from minivllm.block_allocator import BlockAllocator, PublishedBlocks
 from minivllm.errors import BlockError
 from minivllm.kv_cache.kv_pool import KVGeometry
 from minivllm.sequence import ScheduledSequence, Sequence
@@ -181,6 +181,48 @@ class KVCache:
         self._allocator.reset_prefix_cache()
         for table in self._tables.values():
             table.num_published = 0
+
+    def published(self) -> PublishedBlocks:
+        """The prefixes that all requests share, for saving them: the index of the empty namespace."""
+        index = self._allocator.published()
+        shared = np.array([namespace == _NAMESPACE for namespace in index.namespaces], bool)
+        rows = np.flatnonzero(shared[index.namespace_index]).astype(np.int32)
+        place = np.full(len(index.parents) + 1, -1, np.int32)  # the last entry is that of parent -1
+        place[rows] = np.arange(len(rows))
+        return PublishedBlocks(
+            [_NAMESPACE] if len(rows) else [],
+            np.zeros(len(rows), np.int32),
+            place[index.parents[rows]],
+            index.token_ids[rows],
+            index.block_ids[rows],
+        )
+
+    def restore(self, parents: IntArray, token_ids: IntArray, write: Callable[[IntArray], None]) -> int:
+        """Publish blocks as ``published`` told them, as many of the first as there are empty ones.
+
+        A block in use stays as it is, and so does a cached one.
+
+        Args:
+            parents: [n] index of the block that each one continues, before it; -1: none.
+            token_ids: [n, block_size].
+            write: puts K and V of the first so many into these blocks. What it raises is passed on, and
+                nothing is published.
+
+        Returns: how many.
+        """
+        count = min(len(parents), self._allocator.stats().num_free)
+        block_ids = self._allocator.allocate(count)
+        assert block_ids is not None, "so many are free"
+        try:
+            write(np.array(block_ids, np.int32))
+            for i, parent in enumerate(parents[:count].tolist()):
+                before = block_ids[parent] if parent >= 0 else None
+                block_ids[i : i + 1] = self._allocator.publish(
+                    _NAMESPACE, before, token_ids[i], block_ids[i : i + 1]
+                )
+        finally:
+            self._allocator.free(block_ids[::-1])
+        return count
 
     def _finish_copy(self, table: _Table) -> None:
         if table.copy is not None:
