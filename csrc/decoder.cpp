@@ -45,7 +45,15 @@ StepResult Decoder::execute(const Batch& batch, const SamplingBatch& sampling) {
     check_batch(sampling, batch.logit_rows.size, model_.config.vocab_size);
     StepResult result(sampling);
     copy_blocks(batch);
-    last_hidden_.reserve(batch.logit_rows.size * hidden_stride_ * number_size(model_.number));
+    yielding_.clear();
+    draws_.clear();
+    for (int64_t i = 0; i < batch.logit_rows.size; i++) {
+        if (i > 0 && batch.logit_rows[i] == batch.logit_rows[i - 1]) continue;
+        yielding_.push_back(batch.logit_rows[i]);
+        draws_.push_back(i);
+    }
+    draws_.push_back(batch.logit_rows.size);
+    last_hidden_.reserve(static_cast<int64_t>(yielding_.size()) * hidden_stride_ * number_size(model_.number));
     const int64_t rows = batch.token_ids.size;
     for (int64_t row = 0; row < rows; row += kRowsAtOnce) run_rows(batch, row, std::min(rows, row + kRowsAtOnce));
     sample(sampling, result);
@@ -85,8 +93,8 @@ void Decoder::check(const Batch& b) const {
         }
     }
     for (int64_t i = 0; i < b.logit_rows.size; i++)
-        if (b.logit_rows[i] < (i ? b.logit_rows[i - 1] + 1 : 0) || b.logit_rows[i] >= rows)
-            fail("logit_rows do not ascend within the rows");
+        if (b.logit_rows[i] < (i ? b.logit_rows[i - 1] : 0) || b.logit_rows[i] >= rows)
+            fail("logit_rows descend, or leave the rows");
     for (int64_t i = 0; i + 2 < b.block_copies.size; i += 3) {
         const int32_t* copy = b.block_copies.data + i;
         const bool good = copy[0] >= 0 && copy[0] < pool_.num_blocks && copy[1] >= 0 && copy[1] < pool_.num_blocks &&
@@ -98,9 +106,9 @@ void Decoder::check(const Batch& b) const {
 
 CacheLayer Decoder::cache_layer(int64_t layer) const {
     const ModelConfig& c = model_.config;
-    const int64_t half = pool_.num_blocks * c.num_kv_heads * pool_.block_size * c.head_dim * number_size(pool_.number);
+    const int64_t half = pool_.num_blocks * c.num_kv_heads * pool_.block_size * cell_bytes(pool_.format, c.head_dim);
     char* keys = static_cast<char*>(pool_.data) + 2 * layer * half;
-    return {pool_.number, keys, keys + half, c.num_kv_heads, pool_.block_size, c.head_dim};
+    return {pool_.format, keys, keys + half, c.num_kv_heads, pool_.block_size, c.head_dim};
 }
 
 void Decoder::copy_blocks(const Batch& batch) {
@@ -110,7 +118,7 @@ void Decoder::copy_blocks(const Batch& batch) {
     threads_.run(2 * c.num_layers, [&](int64_t piece, int) {
         const CacheLayer layer = cache_layer(piece / 2);
         char* data = static_cast<char*>(piece % 2 ? layer.values : layer.keys);
-        const int64_t slot_bytes = c.head_dim * number_size(pool_.number), head_bytes = slot_bytes * pool_.block_size;
+        const int64_t slot_bytes = cell_bytes(pool_.format, c.head_dim), head_bytes = slot_bytes * pool_.block_size;
         for (int64_t i = 0; i < batch.block_copies.size; i += 3) {
             const int64_t source = batch.block_copies[i], destination = batch.block_copies[i + 1];
             for (int64_t head = 0; head < c.num_kv_heads; head++)
@@ -161,8 +169,8 @@ void Decoder::run_rows(const Batch& batch, int64_t row, int64_t row_end) {
     plan_attention(batch, row, row_end);
     for (int64_t layer = 0; layer < c.num_layers; layer++)
         run_layer(layer, batch.slot_mapping.data + row, rows);
-    const int32_t *first = batch.logit_rows.data, *last = first + batch.logit_rows.size;
-    for (const int32_t* at = std::lower_bound(first, last, row); at < last && *at < row_end; ++at)
+    const auto first = yielding_.begin();
+    for (auto at = std::lower_bound(first, yielding_.end(), row); at < yielding_.end() && *at < row_end; ++at)
         norm(model_.final_norm, residual_.as<float>() + (*at - row) * hidden_stride_, 1, last_hidden_, at - first);
 }
 
@@ -305,15 +313,18 @@ void Decoder::attend(int64_t layer) {
 void Decoder::sample(const SamplingBatch& sampling, StepResult& result) {
     const int64_t slice = std::clamp<int64_t>(kLogitBytes / (4 * vocab_stride_), 6, kLogitRows) / 6 * 6;
     std::atomic<int64_t> failed{result.num_rows};  // the lowest such row
-    for (int64_t first = 0; first < result.num_rows; first += slice) {
-        const int64_t rows = std::min(slice, result.num_rows - first);
+    const auto num_yielding = static_cast<int64_t>(yielding_.size());
+    for (int64_t first = 0; first < num_yielding; first += slice) {
+        const int64_t rows = std::min(slice, num_yielding - first);
         logits_.reserve(rows * vocab_stride_ * 4);
         matmul(model_.head(), last_hidden_, first, hidden_stride_, rows, Epilogue::store, logits_, vocab_stride_);
-        threads_.run(rows, [&](int64_t r, int thread) {
+        const auto start = draws_.begin() + first, end = start + rows;  // of these rows; *end: of what comes then
+        threads_.run(*end - *start, [&](int64_t draw, int thread) {
+            const int64_t row = *start + draw, r = std::upper_bound(start, end, row) - start - 1;
             Sampler& sampler = samplers_[static_cast<size_t>(thread)];
-            if (sampler.sample(logits_.as<float>() + r * vocab_stride_, sampling, first + r, result)) return;
+            if (sampler.sample(logits_.as<float>() + r * vocab_stride_, sampling, row, result)) return;
             int64_t lowest = failed.load();
-            while (first + r < lowest && !failed.compare_exchange_weak(lowest, first + r)) {}
+            while (row < lowest && !failed.compare_exchange_weak(lowest, row)) {}
         });
         if (failed.load() < result.num_rows)
             throw std::runtime_error("logit row " + std::to_string(failed.load()) +

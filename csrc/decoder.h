@@ -5,7 +5,7 @@
 //     embedding ─► each layer: norm ─► q, k, v ─► rotary, cache write ─► attention ─► o, + residual
 //                              norm ─► gate, up, activation ─► down, + residual
 //     final norm of the rows that yield a token
-//   head, a slice of rows at a time ─► sampler
+//   head, a slice of rows at a time ─► sampler, once for each token that a row yields
 //
 // A row's numbers do not depend on the rows beside it, on the chunks its sequence comes in, on the block size, on
 // where the blocks lie, or on the number of threads (kernels.h says how). Rows later in the batch may read what
@@ -31,10 +31,10 @@ struct Batch {
     Array<int32_t> block_copies;  // [C, 3]
 };
 
-// minivllm.kv_cache.kv_pool: the memory [layers][K, V][blocks][kv_heads][block_size][head_dim], owned by the caller.
+// minivllm.kv_cache.kv_pool: the memory [layers][K, V][blocks][kv_heads][block_size] cells, owned by the caller.
 struct Pool {
     void* data;
-    Number number;
+    CacheFormat format;
     int64_t num_blocks, block_size;
 };
 
@@ -96,11 +96,13 @@ private:
     AlignedBuffer prepared_;    // rows of inner_, normed_ … as a quantised matrix reads them
     AlignedBuffer cos_sin_;     // float32 [rows][head_dim]
     AlignedBuffer partials_;    // float32, see kernels.h
-    AlignedBuffer last_hidden_;  // input [logit rows][hidden]
+    AlignedBuffer last_hidden_;  // input [yielding rows][hidden]
     AlignedBuffer logits_;      // float32 [slice][vocabulary]
     std::vector<AlignedBuffer> scratch_;  // one for each thread, for attention
     std::vector<AlignedBuffer> matmul_scratch_;
     std::vector<Sampler> samplers_;       // one for each thread
+    std::vector<int32_t> yielding_;       // rows that yield tokens, each once
+    std::vector<int64_t> draws_;          // of each of them, the first of its entries in logit_rows; then their number
     std::vector<Tile> tiles_;
     std::vector<std::pair<int32_t, int32_t>> split_pieces_;  // (tile, split)
     std::vector<std::atomic<int64_t>> splits_left_;           // [tile][kv head] to be summed up in this layer

@@ -51,7 +51,7 @@ bool Sampler::sample(const float* logits, const SamplingBatch& batch, int64_t ro
     const int64_t largest = kernels_->argmax(logits, vocab_size_);
     if (largest < 0) return false;
     x_.resize(static_cast<size_t>(vocab_size_));
-    const int64_t token = draw(logits, largest, batch, row);
+    const int64_t given = batch.given_token_ids[row], token = given >= 0 ? given : draw(logits, largest, batch, row);
     if (token < 0) return false;
     result.token_ids[static_cast<size_t>(row)] = static_cast<int32_t>(token);
     if (const int32_t top = batch.num_logprobs[row]; top >= 0) write_logprobs(logits, largest, row, token, top, result);
@@ -265,6 +265,7 @@ void check_batch(const SamplingBatch& b, int64_t rows, int64_t vocab_size) {
         {"choice", b.choice.size},
         {"position", b.position.size},
         {"num_logprobs", b.num_logprobs.size},
+        {"given_token_ids", b.given_token_ids.size},
         {"penalty_start", b.penalty_start.size - 1},
         {"bias_start", b.bias_start.size - 1},
     };
@@ -279,6 +280,9 @@ void check_batch(const SamplingBatch& b, int64_t rows, int64_t vocab_size) {
             if (ids[i] < 0 || ids[i] >= vocab_size)
                 fail(std::string(name) + "_token_ids: no token " + std::to_string(ids[i]));
     };
+    for (int64_t row = 0; row < rows; row++)
+        if (b.given_token_ids[row] < -1 || b.given_token_ids[row] >= vocab_size)
+            fail("given_token_ids: no token " + std::to_string(b.given_token_ids[row]));
     check_entries("penalty", b.penalty_start, b.penalty_token_ids, b.penalty_counts.size);
     check_entries("bias", b.bias_start, b.bias_token_ids, b.bias_values.size);
 }

@@ -23,7 +23,7 @@ struct SamplingBatch {
     Array<int32_t> top_k;
     Array<float> top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
     Array<uint64_t> seed;
-    Array<int32_t> choice, position, num_logprobs;
+    Array<int32_t> choice, position, num_logprobs, given_token_ids;
     Array<int32_t> penalty_start, penalty_token_ids, penalty_counts;
     Array<int32_t> bias_start, bias_token_ids;
     Array<float> bias_values;

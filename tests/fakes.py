@@ -18,19 +18,19 @@ VOCAB_SIZE = 256
 EOS = 0
 
 
-def fake_next(token_ids: Sequence[int]) -> tuple[int, float]:
-    """The next token after these ones, and its logprob: a hash of all of them."""
-    digest = zlib.crc32(np.asarray(token_ids, np.int32).tobytes())
+def fake_next(token_ids: Sequence[int], choice: int = 0) -> tuple[int, float]:
+    """The next token of that choice after these ones, and its logprob: a hash of all of them."""
+    digest = zlib.crc32(np.asarray(token_ids, np.int32).tobytes(), choice)
     return digest % VOCAB_SIZE, float(np.float32(-(digest >> 8) / 2**24))
 
 
 def fake_continuation(
-    prompt: Sequence[int], max_tokens: int, end: frozenset[int] = frozenset({EOS})
+    prompt: Sequence[int], max_tokens: int, end: frozenset[int] = frozenset({EOS}), choice: int = 0
 ) -> list[int]:
     """What the fake model must answer: up to ``max_tokens`` tokens, ending with the first end token."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
-        tokens.append(fake_next(tokens)[0])
+        tokens.append(fake_next(tokens, choice)[0])
         if tokens[-1] in end:
             break
     return tokens[len(prompt) :]
@@ -83,13 +83,16 @@ class FakeExecutor:
             assert (self.positions[slots] == index).all(), "the context is not this sequence's"
             rows = range(batch.query_start[s], batch.query_start[s + 1])
             assert batch.positions[rows].tolist() == list(range(length - len(rows), length))
-            if rows[-1] in logit_rows and self.tokens[slots[0]] == self.damaged:
-                row = logit_rows.index(rows[-1])
-                raise RuntimeError(f"logit row {row} has no token to choose: its largest logit is nan")
-            if rows[-1] in logit_rows:
-                token_id, logprob = fake_next(self.tokens[slots])
-                token_ids.append(token_id)
-                logprobs.append(logprob)
+            for position, row in zip(batch.positions[rows].tolist(), rows, strict=True):
+                if row in logit_rows and self.tokens[slots[0]] == self.damaged:
+                    row = logit_rows.index(row)
+                    raise RuntimeError(f"logit row {row} has no token to choose: its largest logit is nan")
+                for r in [r for r, logit_row in enumerate(logit_rows) if logit_row == row]:
+                    assert sampling.position[r] == position + 1
+                    token_id, logprob = fake_next(self.tokens[slots[: position + 1]], sampling.choice[r])
+                    given = int(sampling.given_token_ids[r])
+                    token_ids.append(token_id if given < 0 else given)
+                    logprobs.append(logprob)
         count = len(token_ids)
         assert count == len(logit_rows)
         most = int(sampling.num_logprobs.max(initial=0))

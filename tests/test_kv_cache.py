@@ -95,7 +95,7 @@ def test_batch_is_the_one_drawn_in_its_docstring() -> None:
     for s, upto in ((c, 4), (a, 3), (b, 8)):
         assert cache.allocate(s, upto)
     batch = cache.batch(
-        [ScheduledSequence(a, 1, True), ScheduledSequence(b, 1, True), ScheduledSequence(c, 4, False)]
+        [ScheduledSequence(a, 1, 0, (a,)), ScheduledSequence(b, 1, 0, (b,)), ScheduledSequence(c, 4)]
     )
     assert batch.token_ids.tolist() == [1002, 2007, 3000, 3001, 3002, 3003]
     assert batch.positions.tolist() == [2, 7, 0, 1, 2, 3]
@@ -121,15 +121,15 @@ def test_batch_agrees_with_its_definition(data: st.DataObject, block_size: int) 
         count = data.draw(st.integers(1, length - computed))
         s = sequence(seq_id, length, computed)
         assert cache.allocate(s, computed)  # grown in two steps, so that tables interleave
-        plan.append(ScheduledSequence(s, count, computed + count == length))
-    for s, count, _ in reversed(plan):
+        plan.append(ScheduledSequence(s, count, 0, (s,) if computed + count == length else ()))
+    for s, count, *_ in reversed(plan):
         # More than the step needs: what lies beyond the context must not show.
         assert cache.allocate(s, s.num_computed_tokens + count + block_size)
     batch = cache.batch(plan)
 
     row = 0
     logit_rows = []
-    for i, (s, count, yields) in enumerate(plan):
+    for i, (s, count, _, draws) in enumerate(plan):
         table = cache.table(s)
         assert batch.query_start[i] == row
         context = s.num_computed_tokens + count
@@ -143,7 +143,7 @@ def test_batch_agrees_with_its_definition(data: st.DataObject, block_size: int) 
             slot = table[position // block_size] * block_size + position % block_size
             assert batch.slot_mapping[row] == slot
             row += 1
-        if yields:
+        if draws:
             logit_rows.append(row - 1)
     assert batch.query_start[-1] == row == len(batch.token_ids)
     assert batch.logit_rows.tolist() == logit_rows
@@ -298,6 +298,7 @@ def test_sizes_that_cannot_be_are_refused_with_the_numbers(settings: dict[str, i
         ({"device": "cuda"}, "the native executor runs on the CPU"),
         ({"executor": "torch", "threads": 2}, "threads is 2, but it is the native executor's"),
         ({"quantization": "awq"}, "quantization is 'awq'; use one of 'auto', 'int8', 'int4'"),
+        ({"executor": "torch", "kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8', but the torch"),
         ({"executor": "torch", "quantization": "int8"}, "the torch executor keeps weights in dtype"),
         ({"num_blocks": 4, "kv_cache_memory": 4}, "set one of them"),
         ({"model": ""}, "model is ''"),
@@ -315,7 +316,7 @@ def test_config_keeps_numpy_integers_as_ints() -> None:
 
 
 def test_a_dtype_that_is_asked_for_is_what_the_weights_get() -> None:
-    assert EngineConfig("m", quantization="auto").weight_quantization == "auto"
+    assert EngineConfig("m").weight_quantization == "auto"
     assert EngineConfig("m", dtype="float32", quantization="auto").weight_quantization is None
     assert EngineConfig("m", dtype="float32", quantization="int8").weight_quantization == "int8"
-    assert EngineConfig("m").weight_quantization is None
+    assert EngineConfig("m", quantization=None).weight_quantization is None

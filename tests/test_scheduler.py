@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from minivllm.sampler import sampling_batch
 from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import Scheduler
-from minivllm.sequence import ScheduledSequence, Sequence, SequenceStatus
+from minivllm.sequence import ScheduledSequence, Sequence, SequenceGroup, SequenceStatus
 
 LENGTH = 48  # prompt + output of the longest request; the smallest pools here hold just that
 
@@ -40,7 +40,7 @@ class Loop:
             end_token_ids=frozenset({EOS, *params.get("stop_token_ids", ())}),
         )
         self.sequences.append(sequence)
-        self.scheduler.add(sequence)
+        self.scheduler.add(SequenceGroup([sequence]))
         return sequence
 
     def step(self) -> list[ScheduledSequence]:
@@ -50,9 +50,9 @@ class Loop:
             assert plan and plan[0].sequence is oldest, "the oldest always advances"
         self.check_plan(plan)
         batch = self.kv_cache.batch(plan)
-        rows = [s.sequence for s in plan if s.yields_token]
+        rows = [sequence for s in plan for sequence in s.draws]
         result = self.executor.execute(batch, sampling_batch(rows))
-        self.scheduler.commit(plan, result.token_ids.tolist())
+        self.scheduler.commit(plan, zip(rows, result.token_ids.tolist(), strict=True))
         self.check()
         return plan
 
@@ -64,10 +64,10 @@ class Loop:
         assert ids == sorted(ids), "first come, first served"
         running = [s for s in self.sequences if s.status is SequenceStatus.RUNNING]
         assert [s.sequence for s in plan] == running, "every running sequence advances in every step"
-        for sequence, num_tokens, yields in plan:
+        for sequence, num_tokens, _, draws in plan:
             end = sequence.num_computed_tokens + num_tokens
             assert num_tokens >= 1 and end <= sequence.num_tokens
-            assert yields == (end == sequence.num_tokens)
+            assert draws == ((sequence,) if end == sequence.num_tokens else ())
             assert len(self.kv_cache.table(sequence)) >= self.kv_cache.blocks_for(end)
 
     def check(self) -> None:
@@ -104,7 +104,7 @@ class Loop:
 
 
 def shape(plan: list[ScheduledSequence]) -> list[tuple[int, int, bool]]:
-    return [(s.sequence.seq_id, s.num_tokens, s.yields_token) for s in plan]
+    return [(s.sequence.seq_id, s.num_tokens, bool(s.draws)) for s in plan]
 
 
 def test_prompts_and_decodes_share_a_step_within_the_budget() -> None:
@@ -139,8 +139,7 @@ def test_younger_running_sequences_keep_a_token_of_the_budget_each() -> None:
     for s in (old, *young):
         loop.kv_cache.allocate(s, 1)
         s.status = SequenceStatus.RUNNING
-        loop.scheduler._running.append(s)
-        loop.scheduler._waiting.remove(s)
+    loop.scheduler._running, loop.scheduler._waiting = loop.scheduler._waiting, []
     for s in young:
         s.num_computed_tokens = 1
     assert shape(loop.scheduler.schedule()) == [(0, 6, False), (1, 1, True), (2, 1, True)]
@@ -233,7 +232,7 @@ def test_end_and_stop_tokens_end_it_after_min_tokens(min_tokens: int) -> None:
 def test_end_token_of_the_model_gives_no_stop_reason() -> None:
     loop = Loop(num_blocks=64)
     sequence = loop.add(8, 8)
-    loop.scheduler.commit(loop.scheduler.schedule(), [EOS])
+    loop.scheduler.commit(loop.scheduler.schedule(), [(sequence, EOS)])
     assert (sequence.finish_reason, sequence.stop_reason) == ("stop", None)
     assert sequence.num_output_tokens == 1
 

@@ -19,7 +19,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // A batch of one row that owns its arrays.
 struct Row {
     std::vector<float> temperature{1}, top_p{1}, min_p{0}, repetition{1}, presence{0}, frequency{0};
-    std::vector<int32_t> top_k{0}, choice{0}, position{0}, num_logprobs{-1};
+    std::vector<int32_t> top_k{0}, choice{0}, position{0}, num_logprobs{-1}, given{-1};
     std::vector<uint64_t> seed{0};
     std::vector<int32_t> penalty_start{0, 0}, penalty_ids, penalty_counts, bias_start{0, 0}, bias_ids;
     std::vector<float> bias_values;
@@ -32,7 +32,7 @@ struct Row {
         };
         return {array(temperature), array(top_k),        array(top_p),         array(min_p),       array(repetition),
                 array(presence),    array(frequency),    array(seed),          array(choice),      array(position),
-                array(num_logprobs), array(penalty_start), array(penalty_ids), array(penalty_counts), array(bias_start),
+                array(num_logprobs), array(given), array(penalty_start), array(penalty_ids), array(penalty_counts), array(bias_start),
                 array(bias_ids),    array(bias_values)};
     }
 };

@@ -10,14 +10,15 @@ if TYPE_CHECKING:
     from minivllm.config import EngineConfig
     from minivllm.engine.inference_engine import InferenceEngine
     from minivllm.llm import LLM
-    from minivllm.sampling_params import SamplingParams
+    from minivllm.sampling_params import BeamSearchParams, SamplingParams
 
-__all__ = ["LLM", "EngineConfig", "InferenceEngine", "SamplingParams"]
+__all__ = ["LLM", "BeamSearchParams", "EngineConfig", "InferenceEngine", "SamplingParams"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "minivllm.llm",
     "SamplingParams": "minivllm.sampling_params",
+    "BeamSearchParams": "minivllm.sampling_params",
     "InferenceEngine": "minivllm.engine.inference_engine",
     "EngineConfig": "minivllm.config",
 }

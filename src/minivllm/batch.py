@@ -9,6 +9,8 @@ and nothing below them sees tensors.
     query_start     [ 0, 1, 2, 6 ]
     context_lens    [ 3, 8, 4 ]            tokens in the cache after this step's writes
     logit_rows      [ 0, 1 ]               rows that yield a token; C's prompt goes on
+
+A row yields several tokens, and occurs several times in ``logit_rows``, where samples of one request begin.
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ NO_SLOT = (
 
 @dataclass(frozen=True)
 class Batch:
-    """One step: T token rows of S sequences, of which R rows yield a token. int32, C-contiguous."""
+    """One step: T token rows of S sequences, which yield R tokens. int32, C-contiguous."""
 
     token_ids: IntArray  #: [T]
     positions: IntArray  #: [T] absolute position of each row in its sequence
@@ -35,7 +37,7 @@ class Batch:
     query_start: IntArray  #: [S + 1] rows query_start[s] : query_start[s + 1] belong to sequence s
     context_lens: IntArray  #: [S] tokens of sequence s in the cache once this step has written
     block_tables: IntArray  #: [S, W] physical block ids in order; entries beyond the context are 0
-    logit_rows: IntArray  #: [R] ascending indices into the T rows
+    logit_rows: IntArray  #: [R] indices into the T rows, none less than the one before
     block_copies: IntArray  #: [C, 3] (source block, destination block, slots), done before any write
 
 
@@ -54,6 +56,9 @@ class SamplingBatch:
     choice: IntArray  #: index of the sample within its request
     position: IntArray  #: index in its sequence of the token to be drawn
     num_logprobs: IntArray  #: -1: none; 0: the chosen token's; n: and the n likeliest
+    given_token_ids: (
+        IntArray  #: the token, where it is known and only its logprobs are asked for; -1: draw it
+    )
     penalty_start: IntArray  #: [R + 1] row r's seen tokens are penalty_token_ids[start[r] : start[r + 1]]
     penalty_token_ids: IntArray  #: distinct tokens of prompt and output; empty for rows without penalties
     penalty_counts: IntArray  #: how often each occurs in the output (0: in the prompt only)

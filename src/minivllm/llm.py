@@ -14,12 +14,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minivllm.config import Dtype, EngineConfig, ExecutorName, Quantization
+from minivllm.config import Dtype, EngineConfig, ExecutorName, KVCacheDtype, Quantization
 from minivllm.engine.admission import Prompt, numbered
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import RequestError
 from minivllm.factory import create_engine
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import BeamSearchParams, SamplingParams
 
 Messages = Seq[Mapping[str, Any]]
 
@@ -47,7 +47,7 @@ class LLM:
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
-        kv_cache_dtype: Dtype = "auto",
+        kv_cache_dtype: KVCacheDtype = "auto",
         max_num_batched_tokens: int = 512,
         max_num_seqs: int = 64,
         max_model_len: int | None = None,
@@ -83,6 +83,8 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> list[RequestOutput]:
         """Answer the prompts, as many at once as fit; the results are in their order.
 
@@ -94,17 +96,64 @@ class LLM:
             prompts: a text or a list of token ids, or a list of these; of an empty list the result is empty.
             sampling_params: for all prompts, or one for each; None: the defaults.
             use_tqdm: show a progress bar on stderr when there are several prompts (vLLM's name for it).
+            cache_salt: share cached prefixes only with others of the same salt.
+            priority: of these prompts among those of other threads; lower ones go first.
 
         Raises:
             RequestError: a prompt or its parameters are wrong. None of them has been run then.
             ModelError: what the model computes are no numbers.
         """
         wanted = _prompt_list(prompts)
-        engine = self.engine
         params = _params_list(sampling_params, len(wanted))
+        for wish in params:
+            _check_kind("generate", wish, SamplingParams)
+        return self._run(wanted, params, use_tqdm, cache_salt=cache_salt, priority=priority)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Find the likeliest answers to the prompts, as transformers' ``generate(num_beams=...)`` does.
+
+        Each result has ``beam_width`` outputs, the best first; ``cumulative_logprob`` is that of all their
+        tokens. The beams of a prompt share the blocks of their common tokens, and run beside other requests.
+
+        Args:
+            prompts: as for ``generate``, and so are the others.
+            params: for all prompts.
+
+        Raises:
+            RequestError: a prompt or the parameters are wrong. None of them has been run then.
+            ModelError: what the model computes are no numbers.
+        """
+        wanted = _prompt_list(prompts)
+        _check_kind("beam_search", params, BeamSearchParams)
+        return self._run(wanted, [params] * len(wanted), use_tqdm, cache_salt=cache_salt, priority=priority)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix, so that the next prompts are computed whole."""
+        self.engine.reset_prefix_cache()
+
+    def _run(
+        self,
+        prompts: Seq[Prompt],
+        params: Seq[SamplingParams | BeamSearchParams],
+        use_tqdm: bool,
+        *,
+        cache_salt: str | None,
+        priority: int,
+    ) -> list[RequestOutput]:
+        engine = self.engine
         outbox: deque[RequestOutput] = deque()
         with _interrupts_held_back() as interrupts:
-            request_ids = engine.add_requests(wanted, params, outbox=outbox)
+            request_ids = engine.add_requests(
+                prompts, params, outbox=outbox, cache_salt=cache_salt, priority=priority
+            )
             outputs: dict[str, RequestOutput] = {}
             try:
                 with _progress_bar(use_tqdm, len(request_ids)) as progress:
@@ -115,7 +164,7 @@ class LLM:
                         while outbox:
                             output = outbox.popleft()
                             outputs[output.request_id] = output
-                            progress.advance(len(output.outputs[0].token_ids))
+                            progress.advance(sum(len(choice.token_ids) for choice in output.outputs))
             finally:
                 engine.abandon(outbox)
             interrupts.let_through()
@@ -127,6 +176,8 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        cache_salt: str | None = None,
+        priority: int = 0,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Seq[Mapping[str, Any]] | None = None,
@@ -136,7 +187,7 @@ class LLM:
 
         Args:
             messages: ``[{"role": "user", "content": "Hello"}, …]``, or a list of such lists.
-            sampling_params: as for ``generate``, and so is ``use_tqdm``.
+            sampling_params: as for ``generate``, and so are ``use_tqdm``, ``cache_salt`` and ``priority``.
             add_generation_prompt: end each prompt with what begins the assistant's answer.
             continue_final_message: let the model go on with the last message instead.
             tools: descriptions of functions, as OpenAI has them, for templates that know them.
@@ -158,14 +209,16 @@ class LLM:
                     template_kwargs=chat_template_kwargs,
                 )
             prompts.append(prompt)
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, cache_salt=cache_salt, priority=priority
+        )
 
     def save_prefix_cache(self, path: str | Path) -> int:
-        """Write the prefix cache to a file: see ``InferenceEngine.save_prefix_cache``."""
+        """Write the prefix cache to a file: see ``engine.prefix_store``."""
         return self.engine.save_prefix_cache(path)
 
     def load_prefix_cache(self, path: str | Path) -> int:
-        """Take a saved prefix cache: see ``InferenceEngine.load_prefix_cache``."""
+        """Take a saved prefix cache: see ``engine.prefix_store``."""
         return self.engine.load_prefix_cache(path)
 
 
@@ -195,6 +248,13 @@ def _params_list(params: SamplingParams | Seq[SamplingParams] | None, count: int
             "sampling_params",
         )
     return params
+
+
+def _check_kind(method: str, params: object, kind: type[SamplingParams] | type[BeamSearchParams]) -> None:
+    if not isinstance(params, kind):
+        raise RequestError(
+            f"sampling_params is a {type(params).__name__}; {method} takes {kind.__name__}", "sampling_params"
+        )
 
 
 class _Bar:

@@ -24,18 +24,27 @@ from minivllm.sequence import Sequence
 FloatArray = npt.NDArray[np.float64]
 
 
-def sampling_batch(sequences: AnySequence[Sequence]) -> SamplingBatch:
-    """The arrays for the sequences that yield a token in this step: row r is ``sequences[r]``.
+def sampling_batch(
+    sequences: AnySequence[Sequence], positions: AnySequence[int] | None = None
+) -> SamplingBatch:
+    """The arrays for the rows of a step that yield a token: row r is one of ``sequences[r]``.
 
     Called every step, so rows without penalties and biases cost no more than their numbers.
+
+    Args:
+        sequences: whose rows these are.
+        positions: index in its sequence of the token that each row yields. One that is there already is not
+            drawn: its logprobs are asked for. None: every row draws the token after the last.
     """
+    if positions is None:
+        positions = [len(sequence.token_ids) for sequence in sequences]
     # A numpy call costs more than a number, so numbers of one type are converted together.
     floats = (
         np.array([_floats(sequence.params) for sequence in sequences], np.float32).reshape(-1, 6).T.copy()
     )
-    integers = np.array([_integers(sequence) for sequence in sequences], np.int32).reshape(-1, 4).T.copy()
+    integers = np.array(list(map(_integers, sequences, positions)), np.int32).reshape(-1, 5).T.copy()
     temperature, top_p, min_p, repetition, presence, frequency = floats
-    top_k, choice, position, num_logprobs = integers
+    top_k, choice, position, num_logprobs, given_token_ids = integers
     penalty_start, penalised, counts = _laid_out([_penalty_counts(sequence) for sequence in sequences])
     bias_start, biased, values = _laid_out([_biases(sequence) for sequence in sequences])
     return SamplingBatch(
@@ -50,6 +59,7 @@ def sampling_batch(sequences: AnySequence[Sequence]) -> SamplingBatch:
         choice=choice,
         position=position,
         num_logprobs=num_logprobs,
+        given_token_ids=given_token_ids,
         penalty_start=penalty_start,
         penalty_token_ids=penalised,
         penalty_counts=np.array(counts, np.int32),
@@ -70,10 +80,12 @@ def _floats(params: SamplingParams) -> tuple[float, ...]:
     )
 
 
-def _integers(sequence: Sequence) -> tuple[int, ...]:
+def _integers(sequence: Sequence, position: int) -> tuple[int, ...]:
     params = sequence.params
-    num_logprobs = -1 if params.logprobs is None else params.logprobs
-    return max(params.top_k, 0), sequence.choice, len(sequence.token_ids), num_logprobs
+    wanted, given = params.logprobs if sequence.num_candidates is None else sequence.num_candidates, -1
+    if position < len(sequence.token_ids):
+        wanted, given = params.prompt_logprobs, sequence.token_ids[position]
+    return max(params.top_k, 0), sequence.choice, position, -1 if wanted is None else wanted, given
 
 
 def sample(logits: npt.NDArray[np.float32], batch: SamplingBatch) -> StepResult:
@@ -118,7 +130,11 @@ def sample_rows(
     """
     for row, row_logits in enumerate(logits, start=first_row):
         raw = row_logits.astype(np.float64)
-        token_id = sample_row(raw, batch, row)
+        token_id = int(batch.given_token_ids[row])
+        if token_id < 0:
+            token_id = sample_row(raw, batch, row)
+        elif not np.isfinite(raw.max()):
+            raise _no_token(row, raw.max())
         result.token_ids[row] = token_id
 
         count = int(batch.num_logprobs[row])
@@ -138,7 +154,7 @@ def sample_row(raw: FloatArray, batch: SamplingBatch, row: int) -> int:
     """The token id drawn for one row of logits [vocabulary]."""
     largest = raw.max()  # NaN if any is
     if not np.isfinite(largest):
-        raise RuntimeError(f"logit row {row} has no token to choose: its largest logit is {largest}")
+        raise _no_token(row, largest)
 
     x = _biased_and_penalised(raw, batch, row)
     if x.max() == -np.inf:
@@ -165,6 +181,10 @@ def sample_row(raw: FloatArray, batch: SamplingBatch, row: int) -> int:
     seed, position, choice = int(batch.seed[row]), int(batch.position[row]), int(batch.choice[row])
     target = uniform(seed, position, choice) * cumulative[-1]
     return int(np.searchsorted(cumulative, target, side="right"))  # the first with cumulative > target
+
+
+def _no_token(row: int, largest: float) -> RuntimeError:
+    return RuntimeError(f"logit row {row} has no token to choose: its largest logit is {largest}")
 
 
 def uniform(seed: int, position: int, choice: int, draw: int = 0) -> float:

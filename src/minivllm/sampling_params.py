@@ -1,4 +1,4 @@
-"""SamplingParams: how the next token of one request is chosen, and when the request ends.
+"""SamplingParams and BeamSearchParams: how the tokens of one request are chosen, and when the request ends.
 
 Knows nothing of models or tensors. What a value means exactly is defined by ``minivllm.sampler``.
 """
@@ -8,10 +8,11 @@ import numbers
 from collections.abc import Mapping
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from minivllm.errors import RequestError, shown
 
+MAX_N = 64
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024  # characters
 MAX_STOP_TOKEN_IDS = 1024
@@ -52,7 +53,10 @@ class SamplingParams:
         RequestError: a value is out of range; ``param`` names the field.
     """
 
-    max_tokens: int | None = 16  #: tokens to generate at most; None: up to max_model_len
+    n: int = 1  #: answers, 1 to 64: each with random numbers of its own, all from one seed and one prompt
+    max_tokens: int | None = (
+        16  #: tokens to generate at most; None: up to max_model_len, or what fits n times
+    )
     temperature: float = 1.0  #: 0 is greedy (ties go to the lowest id); at most 100
     top_k: int = 0  #: keep the k likeliest tokens; 0 or -1: all
     top_p: float = 1.0  #: keep the smallest set of likeliest tokens whose probability reaches top_p
@@ -72,9 +76,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """token id → added to its logit, -100 to 100; kept as a copy that cannot be changed."""
     logprobs: int | None = None  #: the chosen token's logprob and this many of the likeliest (0–20)
+    prompt_logprobs: int | None = None  #: the same for each token of the prompt but the first
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
+            "n": _integer("n", self.n, 1, MAX_N),
             "temperature": _real("temperature", self.temperature, 0.0, MAX_TEMPERATURE),
             "top_k": _integer("top_k", self.top_k, -1, MAX_TOKEN_ID),
             "top_p": _real("top_p", self.top_p, 0.0, 1.0, above_low=True),
@@ -93,8 +99,9 @@ class SamplingParams:
             checked["max_tokens"] = _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
         if self.seed is not None:
             checked["seed"] = _integer("seed", self.seed, 0, 2**64 - 1)
-        if self.logprobs is not None:
-            checked["logprobs"] = _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                checked[name] = _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, not {shown(getattr(self, name))}", name)
@@ -126,6 +133,53 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, but every one of the {vocab_size} tokens ends the text",
                 "min_tokens",
             )
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Settings of a beam search, with the meanings that transformers gives them.
+
+    Raises:
+        RequestError: a value is out of range; ``param`` names the field.
+    """
+
+    beam_width: int  #: texts that are followed at a time, and answered with; 1 to 64
+    max_tokens: int | None = 16  #: tokens to generate at most; None: up to max_model_len, or what fits
+    length_penalty: float = 1.0  #: texts are ranked by logprob / length ** length_penalty; -10 to 10
+    early_stopping: bool | Literal["never"] = False
+    """When the search is over, once it has found as many ended texts as its width. True: at once. False: when
+    the best beam, as long as it is now, would rank below them all. "never": when no beam can rank above the
+    worst of them, however long it gets."""
+    ignore_eos: bool = False  #: go on after the model's end token
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            "beam_width": _integer("beam_width", self.beam_width, 1, MAX_N),
+            "length_penalty": _real("length_penalty", self.length_penalty, -10.0, 10.0),
+        }
+        if self.max_tokens is not None:
+            checked["max_tokens"] = _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise RequestError(
+                f"early_stopping must be true, false or 'never', not {shown(self.early_stopping)}",
+                "early_stopping",
+            )
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, not {shown(getattr(self, name))}", name)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def sampling_params(self) -> SamplingParams:
+        """What it has in common with other requests: a sequence for each beam, without randomness."""
+        return SamplingParams(
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            temperature=0,
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+        )
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:

@@ -12,102 +12,154 @@ Every sequence has tokens, of which the leading ones are computed. A step comput
 
 Whenever the last token is computed, the step yields the next one.
 
-Running sequences are served in order of arrival. Each gets what it still has to compute, as far as the
-budget goes when every younger one is left one token, so that a long prompt cannot hold up the answers of
-others. Then waiting sequences are admitted in order of arrival, passing over those whose prompt another one
-is just computing. When blocks run out, the youngest running sequence is preempted: it gives back its blocks
-and waits again. So the oldest one always advances, and every sequence becomes the oldest.
+What waits, runs and is preempted is a SequenceGroup: all samples or beams of a request, or its only answer.
+Running groups are served in order of rank, that is of priority, then of arrival. Each sequence gets what it
+still has to compute, as far as the budget goes when every other one is left one token, so that a long prompt
+cannot hold up the answers of others. Then waiting groups are admitted in order of rank, passing over those
+whose prompt another one is just computing. When blocks run out, the running group of the last rank is
+preempted: it gives back its blocks and waits again. So the first one always advances, and every group becomes
+the first.
 
 Knows nothing of tensors, text or models, and of memory only what KVCache tells.
 """
 
+import time
 from bisect import insort
-from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from itertools import islice
 from operator import attrgetter
 
 from minivllm.kv_cache.kv_cache import CachedPrefix, KVCache
-from minivllm.sequence import FinishReason, ScheduledSequence, Sequence, SequenceStatus
+from minivllm.sequence import FinishReason, ScheduledSequence, Sequence, SequenceGroup, SequenceStatus
 
 GROWTH_TOKENS = 8
 """Tokens that each running sequence must be able to grow by before another one is admitted. On requests like
 ShareGPT's through a full pool, 8 halve the preemptions and save a fifth of the rows computed, for 0.5 % of
 the pool; 16 save another 8 % of the rows, for 1 % more of the pool."""
 
-_age = attrgetter("seq_id")
+_rank = attrgetter("rank")
 
 
 class Scheduler:
-    """Owner of the waiting and the running queue. No waiting sequence holds blocks."""
+    """Owner of the waiting and the running queue. No waiting group holds blocks."""
 
     def __init__(self, kv_cache: KVCache, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
-        self.num_preemptions = 0
+        self.num_preemptions = 0  # of groups
         self._kv_cache = kv_cache
-        self.num_queried_tokens = 0  # tokens of the sequences admitted for the first time
+        self.num_queried_tokens = 0  # prompt tokens of the groups admitted for the first time
         self.num_cached_tokens = 0  # of these, found in the prefix cache
-        # Both oldest first.
-        self._running: list[Sequence] = []
-        self._waiting: deque[Sequence] = deque()
+        # Both in order of rank.
+        self._running: list[SequenceGroup] = []
+        self._waiting: list[SequenceGroup] = []
+        self._groups: dict[str, SequenceGroup] = {}  # by request_id
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold blocks and advance in every step."""
-        return len(self._running)
+        """Sequences that advance, siblings whose common prompt is still to be computed included."""
+        return sum(group.width for group in self._running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait to be admitted, or admitted again."""
-        return len(self._waiting)
+        return sum(group.width for group in self._waiting)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence. It must fit the pool alone: ``max_num_tokens`` at most the pool's tokens."""
-        self._waiting.append(sequence)
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a new group. Its width must be within both limits, and all of it must fit the pool alone."""
+        self._groups[group.sequences[0].request_id] = group
+        insort(self._waiting, group, key=_rank)
 
     def schedule(self) -> list[ScheduledSequence]:
-        """Plan a step, oldest sequence first: at most the budget's tokens, with blocks reserved for each.
+        """Plan a step, in order of rank: at most the budget's tokens, with blocks reserved for each.
 
         Sequences change only through ``commit``; a plan that is not carried out is simply made anew.
         """
         plan: list[ScheduledSequence] = []
-        budget = self.max_num_batched_tokens
-        while len(plan) < len(self._running):
-            sequence = self._running[len(plan)]
-            younger = len(self._running) - len(plan) - 1
-            # At least 1: admission gave each running sequence a token of the budget, and so does this rule.
-            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget - younger)
-            if not self._make_room(sequence, num_tokens):
-                break  # it was the youngest left, and is preempted
-            plan.append(_scheduled(sequence, num_tokens))
-            budget -= num_tokens
-        for sequence in list(islice(self._waiting, self.max_num_seqs)):
-            if budget == 0 or len(self._running) == self.max_num_seqs:
+        num_seqs = self.num_running
+        # Tokens beyond one for each running sequence. Admission sees to it that there are so many.
+        spare = self.max_num_batched_tokens - num_seqs
+        at = 0
+        while at < len(self._running):  # preemption shortens it from the end
+            group = self._running[at]
+            part = self._advance(group, spare + group.width)
+            plan += part
+            spare += group.width - sum([entry.num_tokens for entry in part])
+            at += 1
+        for group in self._waiting[: self.max_num_seqs]:
+            num_seqs += group.width
+            if num_seqs > min(self.max_num_seqs, self.max_num_batched_tokens) or group.width > spare:
                 break
-            prefix = self._kv_cache.match_prefix(sequence)
-            if self._is_being_computed(sequence, prefix):
+            first = group.sequences[0]
+            prefix = self._kv_cache.match_prefix(group)
+            if self._is_being_computed(first, prefix):
+                num_seqs -= group.width
                 continue  # it will find more in the cache than now
-            if not self._has_room_to_stay(sequence, prefix):
+            if not self._has_room_to_stay(group, prefix):
                 break
-            self._admit(sequence, prefix)
-            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            self._kv_cache.allocate(sequence, sequence.num_computed_tokens + num_tokens)
-            plan.append(_scheduled(sequence, num_tokens))
-            budget -= num_tokens
+            self._admit(group, prefix)
+            part = self._advance(group, spare)
+            plan += part
+            spare -= sum([entry.num_tokens for entry in part])
         return plan
 
-    def _admit(self, sequence: Sequence, prefix: CachedPrefix) -> None:
-        """From waiting to running, with what the cache has of its tokens."""
+    def _advance(self, group: SequenceGroup, budget: int) -> list[ScheduledSequence]:
+        """A running group's part of the step. The budget has a token for each of its sequences, or more.
+
+        It is empty if there was too little room, and the group was itself the last one: it is preempted.
+        """
+        sequences = group.sequences if group.begun else group.sequences[:1]
+        chosen: list[tuple[Sequence, int]] = []
+        num_missing = 0  # tokens that remain to be computed after this step
+        for at, sequence in enumerate(sequences, start=1):
+            if sequence.status is SequenceStatus.WAITING and not self._rejoin(sequence):
+                num_missing += 1
+                continue
+            missing = sequence.num_tokens - sequence.num_computed_tokens
+            num_tokens = min(missing, budget - (len(sequences) - at))
+            if not self._make_room(group, sequence, sequence.num_computed_tokens + num_tokens):
+                return []
+            chosen.append((sequence, num_tokens))
+            budget -= num_tokens
+            num_missing += missing - num_tokens
+        if not group.begun:
+            return [_beginning(group, num_tokens) for _, num_tokens in chosen]
+        if num_missing == 0:
+            return [
+                ScheduledSequence(sequence, num_tokens, 0, (sequence,)) for sequence, num_tokens in chosen
+            ]
+        # They draw together, so whoever could draw now leaves its last token for later.
+        parts = []
+        for sequence, num_tokens in chosen:
+            num_tokens -= sequence.num_computed_tokens + num_tokens == sequence.num_tokens
+            if num_tokens:
+                parts.append(ScheduledSequence(sequence, num_tokens))
+        return parts
+
+    def _admit(self, group: SequenceGroup, prefix: CachedPrefix) -> None:
+        """From waiting to running, with what the cache has of the first sequence's tokens."""
+        self._waiting.remove(group)
+        insort(self._running, group, key=_rank)
+        first = group.sequences[0]
+        self._attach(first, prefix)
+        if group.num_cached_tokens is None:  # not if it was preempted: then part of it is its own work
+            group.num_cached_tokens = prefix.num_tokens
+            group.admitted_at = time.monotonic()
+            self.num_queried_tokens += first.num_tokens
+            self.num_cached_tokens += prefix.num_tokens
+
+    def _rejoin(self, sequence: Sequence) -> bool:
+        """Let a sibling of a resumed group run too, unless another one is computing what they share."""
+        prefix = self._kv_cache.match_blocks(sequence)
+        if self._is_being_computed(sequence, prefix):
+            return False
+        self._attach(sequence, prefix)
+        return True
+
+    def _attach(self, sequence: Sequence, prefix: CachedPrefix) -> None:
         self._kv_cache.attach(sequence, prefix)
-        self._waiting.remove(sequence)
-        insort(self._running, sequence, key=_age)
         sequence.status = SequenceStatus.RUNNING
         sequence.num_computed_tokens = prefix.num_tokens
-        if sequence.num_cached_tokens is None:  # not if it was preempted: then part of it is its own work
-            sequence.num_cached_tokens = prefix.num_tokens
-            self.num_queried_tokens += sequence.num_tokens
-            self.num_cached_tokens += prefix.num_tokens
 
     def _is_being_computed(self, sequence: Sequence, prefix: CachedPrefix) -> bool:
         """Whether a running sequence has the next block that this one misses, and is about to complete it.
@@ -117,51 +169,65 @@ class Scheduler:
         """
         size = self._kv_cache.block_size
         end = len(prefix.block_ids) * size + size  # of the block that is missing
-        if not self._kv_cache.prefix_caching or end > sequence.num_tokens:
+        namespace = self._kv_cache.namespace(sequence)
+        if namespace is None or sequence.scores_prompt or end > sequence.num_tokens:
             return False
         return any(
-            other.num_computed_tokens < end <= other.num_tokens
+            other.num_computed_tokens < end <= group.num_sure_tokens
             and other.token_ids[end - size : end] == sequence.token_ids[end - size : end]
             and other.token_ids[: end - size] == sequence.token_ids[: end - size]
-            for other in self._running
+            and self._kv_cache.namespace(other) == namespace
+            and other.status is SequenceStatus.RUNNING
+            for group in self._running
+            for other in group.sequences
         )
 
-    def _has_room_to_stay(self, sequence: Sequence, prefix: CachedPrefix) -> bool:
-        """Whether the free blocks hold the whole sequence, and let those that run already grow a little.
+    def _has_room_to_stay(self, group: SequenceGroup, prefix: CachedPrefix) -> bool:
+        """Whether the free blocks hold the whole group, and let those that run already grow a little.
 
         Asking only for its first chunk would admit it to be preempted soon, its work lost.
         """
         headroom = self.num_running * GROWTH_TOKENS // self._kv_cache.block_size
-        return self._kv_cache.blocks_missing(sequence, prefix) + headroom <= self._kv_cache.num_free_blocks
+        # Siblings that have no blocks yet, as their prompt is still to be computed.
+        headroom += sum(
+            self._kv_cache.own_blocks(other) * (other.width - other.num_running)
+            for other in self._running
+            if other.width > 1
+        )
+        return self._kv_cache.blocks_missing(group, prefix) + headroom <= self._kv_cache.num_free_blocks
 
-    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Reserve blocks for the sequence's next tokens, preempting from the youngest on.
+    def _make_room(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> bool:
+        """Reserve blocks for a sequence's leading tokens, preempting from the last group on.
 
-        False: the sequence was itself the youngest, and has been preempted.
+        False: its group was itself the last, and has been preempted.
         """
-        while not self._kv_cache.allocate(sequence, sequence.num_computed_tokens + num_tokens):
+        while not self._kv_cache.allocate(sequence, num_tokens):
             victim = self._running.pop()
-            self._kv_cache.free(victim)
-            victim.num_computed_tokens = 0
-            victim.status = SequenceStatus.WAITING
-            insort(self._waiting, victim, key=_age)
+            for member in victim.sequences:
+                self._kv_cache.free(member)
+                member.num_computed_tokens = 0
+                member.status = SequenceStatus.WAITING
+            insort(self._waiting, victim, key=_rank)
             self.num_preemptions += 1
-            if victim is sequence:
+            if victim is group:
                 return False
         return True
 
-    def commit(self, plan: Seq[ScheduledSequence], token_ids: Seq[int]) -> None:
+    def commit(self, plan: Seq[ScheduledSequence], drawn: Iterable[tuple[Sequence, int]]) -> None:
         """Record a step that was carried out: progress, the tokens drawn, and what they finish.
 
         Args:
             plan: as ``schedule`` gave it.
-            token_ids: one for each entry of the plan that yields a token, in order.
+            drawn: the sequences that draw in the plan, and their tokens.
         """
-        for sequence, num_tokens, _ in plan:
+        for sequence, num_tokens, *_ in plan:
             sequence.num_computed_tokens += num_tokens
         self._kv_cache.commit(plan)
-        drawing = (entry.sequence for entry in plan if entry.yields_token)
-        for sequence, token_id in zip(drawing, token_ids, strict=True):
+        for parent, _, _, draws in plan:
+            for child in draws:
+                if child is not parent:
+                    self._fork(parent, child)
+        for sequence, token_id in drawn:
             sequence.append(token_id)
             params = sequence.params
             if token_id in sequence.end_token_ids and sequence.num_output_tokens >= params.min_tokens:
@@ -169,22 +235,53 @@ class Scheduler:
             elif sequence.num_tokens >= sequence.max_num_tokens:
                 self.finish(sequence, "length")
 
+    def branch(self, group: SequenceGroup, children: Seq[tuple[Sequence, int]]) -> None:
+        """Replace the beams of a running group, which have drawn in the step just committed.
+
+        Args:
+            children: the parent and the next token of each new beam. Who is nobody's parent is let go.
+        """
+        beams: dict[Sequence, None] = {}
+        for parent, _ in children:
+            beam = parent
+            if parent in beams:  # it goes on as its first child itself
+                beam = parent.fork()
+                self._fork(parent, beam)
+            beams[beam] = None
+        for sequence in group.sequences:
+            if sequence not in beams:
+                self._kv_cache.free(sequence)
+                sequence.status = SequenceStatus.FINISHED
+        group.sequences = list(beams)
+        for beam, (_, token_id) in zip(group.sequences, children, strict=True):
+            beam.append(token_id)
+
+    def _fork(self, parent: Sequence, child: Sequence) -> None:
+        self._kv_cache.fork(parent, child)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.status = SequenceStatus.RUNNING
+
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence, waiting or running, and release its blocks.
 
         A finished one only gets the new reason: the last token allowed may also complete a stop string.
         """
-        if sequence.status is SequenceStatus.RUNNING:
-            self._running.remove(sequence)
-        elif sequence.status is SequenceStatus.WAITING:
-            self._waiting.remove(sequence)
-        self._kv_cache.free(sequence)
-        sequence.status = SequenceStatus.FINISHED
+        if sequence.status is not SequenceStatus.FINISHED:
+            group = self._groups[sequence.request_id]
+            group.sequences.remove(sequence)
+            if not group.sequences:
+                (self._running if group in self._running else self._waiting).remove(group)
+                del self._groups[sequence.request_id]
+            self._kv_cache.free(sequence)
+            sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
 
 
-def _scheduled(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-    return ScheduledSequence(
-        sequence, num_tokens, sequence.num_computed_tokens + num_tokens == sequence.num_tokens
-    )
+def _beginning(group: SequenceGroup, num_tokens: int) -> ScheduledSequence:
+    """The part of a group's first sequence, in its prompt."""
+    first = group.sequences[0]
+    start, end = first.num_computed_tokens, first.num_computed_tokens + num_tokens
+    num_scored = min(end, first.num_prompt_tokens - 1) - start if first.scores_prompt else 0
+    draws = tuple(group.sequences) if end == first.num_tokens else ()
+    return ScheduledSequence(first, num_tokens, num_scored, draws)

@@ -1,6 +1,12 @@
-"""Sequence: the tokens of one choice of one request, and how far they are computed."""
+"""Sequence: the tokens of one choice of a request, and how far they are computed. SequenceGroup: a request's.
 
-from dataclasses import dataclass, field
+SequenceGroup, 3 samples       prompt         output
+  choice 0                   [ ·········· ]─┬─[ a b c d …     the first one computes the prompt; when it
+  choice 1                                  ├─[ k l m n …     yields, all draw from its row, the others
+  choice 2                                  └─[ x y z w …     as forks of it
+"""
+
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Literal, NamedTuple
 
@@ -26,7 +32,7 @@ class Sequence:
                   in the cache         still to compute
     """
 
-    seq_id: int  #: ordinal of arrival: the lower, the older
+    seq_id: int  #: ordinal of its request: the lower, the older
     request_id: str
     token_ids: list[int]  #: prompt, then output
     num_prompt_tokens: int
@@ -37,9 +43,10 @@ class Sequence:
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end it: the model's end tokens unless ``ignore_eos``, and ``params.stop_token_ids``.
     They may not be drawn before ``params.min_tokens``."""
+    num_candidates: int | None = None  #: of a beam: likeliest tokens to ask for, in place of params.logprobs
+    namespace: bytes = b""  #: of the prefix index: only within it are cached prefixes found
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  #: leading tokens whose K and V are in the cache
-    num_cached_tokens: int | None = None  #: taken from the prefix cache when first admitted; None before that
     output_counts: dict[int, int] = field(default_factory=dict)  #: token id → occurrences in the output
     finish_reason: FinishReason | None = None  #: None until it is finished
     stop_reason: int | str | None = None  #: the stop token or stop string that ended it; None: an end token
@@ -54,10 +61,68 @@ class Sequence:
         """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the logprobs of its prompt are asked for, and not complete before it yields a token."""
+        return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
+
     def append(self, token_id: int) -> None:
         """Append a generated token, whose K and V are yet to be computed."""
         self.token_ids.append(token_id)
         self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+
+    def fork(self, choice: int = 0) -> "Sequence":
+        """Another one with the same tokens, for that choice. It has no blocks yet."""
+        return replace(
+            self,
+            choice=choice,
+            token_ids=self.token_ids.copy(),
+            output_counts=self.output_counts.copy(),
+            status=SequenceStatus.WAITING,
+            num_computed_tokens=0,
+        )
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """The sequences of one request, its samples or beams, which run, wait and are preempted together.
+
+    They are as long as each other, and draw in the same steps. A single answer is a group of one.
+    """
+
+    sequences: list[Sequence]  #: those that are not finished, the one that computes the prompt first
+    priority: int = 0  #: lower ones first, then older ones
+    num_beams: int = 0  #: 0: samples. Else each step may replace the sequences, of which there are so many
+    num_cached_tokens: int | None = None  #: taken from the prefix cache when first admitted; None before that
+    admitted_at: float | None = None  #: ``time.monotonic()`` when first admitted
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place in every queue: the lower goes first."""
+        return self.priority, self.sequences[0].seq_id
+
+    @property
+    def width(self) -> int:
+        """Sequences that it runs, or will run once its prompt is computed."""
+        return max(len(self.sequences), self.num_beams)
+
+    @property
+    def num_running(self) -> int:
+        """Of its sequences, those that hold blocks."""
+        return sum(sequence.status is SequenceStatus.RUNNING for sequence in self.sequences)
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has its first tokens; until then only the first sequence is computed."""
+        return self.sequences[0].num_output_tokens > 0
+
+    @property
+    def num_sure_tokens(self) -> int:
+        """Leading tokens that each of its running sequences computes whatever becomes of the others.
+
+        The last one has to wait until they draw together.
+        """
+        return self.sequences[0].num_tokens - (self.begun and self.width > 1)
 
 
 class ScheduledSequence(NamedTuple):
@@ -65,4 +130,7 @@ class ScheduledSequence(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
-    yields_token: bool  #: the last of its tokens is computed, so that the next one can be drawn
+    num_scored: int = 0  #: of its tokens, the leading ones whose successors in the prompt get logprobs
+    draws: tuple[Sequence, ...] = ()
+    """Those that draw a token from the row of its last token: itself; all samples of its group, if these are
+    their first tokens; none, if more is to be computed before."""

@@ -9,32 +9,24 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
+from minivllm.engine.beam_search import BeamSearch
 from minivllm.engine.output_builder import OutputBuilder
 from minivllm.engine.outputs import RequestOutput
-from minivllm.errors import RequestError, shown
-from minivllm.sampling_params import SamplingParams
-from minivllm.sequence import Sequence
+from minivllm.engine.request import Request
+from minivllm.errors import ContextLengthError, RequestError, shown
+from minivllm.kv_cache.kv_pool import KVGeometry
+from minivllm.sampling_params import BeamSearchParams, SamplingParams
+from minivllm.sequence import Sequence, SequenceGroup
 from minivllm.text.tokenizer import Tokenizer
 
 Prompt = str | Seq[int]
 
+MAX_SALT_LENGTH = 1024
 _MASK64 = 2**64 - 1
-
-
-@dataclass(eq=False)
-class Request:
-    """A request that is not finished."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    sequence: Sequence
-    builder: OutputBuilder
-    stream: bool
-    outbox: deque[RequestOutput]  #: where its outputs go; its owner is known by it, as request ids are reused
 
 
 @dataclass(frozen=True)
@@ -45,6 +37,9 @@ class Admission:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    geometry: KVGeometry
+    max_num_seqs: int
+    max_num_batched_tokens: int
     seed: int
 
     def request(
@@ -52,16 +47,21 @@ class Admission:
         ordinal: int,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        wish: SamplingParams | BeamSearchParams,
+        *,
         stream: bool,
         outbox: deque[RequestOutput],
+        cache_salt: str | None,
+        priority: int,
     ) -> Request:
-        """Check a request and give it its sequence. Changes nothing."""
-        if not isinstance(params, SamplingParams):
+        """Check a request and give it its sequences. Changes nothing."""
+        _check_request_id(request_id)
+        if not isinstance(wish, SamplingParams | BeamSearchParams):
             raise RequestError(
-                f"sampling_params is a {type(params).__name__}; it must be a SamplingParams",
+                f"sampling_params is a {type(wish).__name__}; it must be a SamplingParams",
                 "sampling_params",
             )
+        params = wish.sampling_params() if isinstance(wish, BeamSearchParams) else wish
         if self.tokenizer is None:
             for name in ("stop", "include_stop_str_in_output"):
                 if getattr(params, name):
@@ -70,21 +70,49 @@ class Admission:
                     )
         params.check_vocabulary(self.vocab_size, self.eos_token_ids)
         token_ids = self._prompt_token_ids(prompt)
-        sequence = Sequence(
+        width_name = "n" if wish is params else "beam_width"
+        max_num_tokens = self._max_num_tokens(len(token_ids), params, width_name)
+        end_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            end_token_ids = end_token_ids.union(self.eos_token_ids)
+        first = Sequence(
             seq_id=ordinal,
             request_id=request_id,
             token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids),
             params=params,
             seed=derived_seed(self.seed, ordinal) if params.seed is None else params.seed,
-            max_num_tokens=self._max_num_tokens(len(token_ids), params),
-            end_token_ids=frozenset(params.stop_token_ids).union(
-                () if params.ignore_eos else self.eos_token_ids
-            ),
+            max_num_tokens=max_num_tokens,
+            end_token_ids=end_token_ids,
+            namespace=_namespace(cache_salt),
         )
-        text = prompt if isinstance(prompt, str) else None
-        builder = OutputBuilder(sequence, self.tokenizer)
-        return Request(request_id, text, token_ids, sequence, builder, stream, outbox)
+        search = None
+        sequences = [first]
+        if isinstance(wish, BeamSearchParams):
+            search = BeamSearch(wish, end_token_ids, len(token_ids), max_num_tokens)
+            first.num_candidates = search.num_candidates
+            if search.num_candidates > self.vocab_size:
+                raise RequestError(
+                    f"beam_width is {wish.beam_width}, which takes {search.num_candidates} tokens to choose "
+                    f"from, but the vocabulary has {self.vocab_size:,}",
+                    "beam_width",
+                )
+        else:
+            sequences += [first.fork(choice) for choice in range(1, params.n)]
+        return Request(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=token_ids,
+            group=SequenceGroup(sequences, _priority(priority), num_beams=0 if search is None else params.n),
+            params=params,
+            builders=[OutputBuilder(sequence, self.tokenizer) for sequence in sequences],
+            search=search,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(token_ids),
+            tokenizer=self.tokenizer,
+            seed=first.seed,
+            stream=stream,
+            outbox=outbox,
+        )
 
     def text_tokenizer(self) -> Tokenizer:
         """The tokenizer, for what cannot do without one."""
@@ -98,7 +126,7 @@ class Admission:
         if tokenizer.max_token_bytes is not None:
             size = len(text.encode(errors="replace"))
             if size > self.max_model_len * tokenizer.max_token_bytes:
-                raise RequestError(
+                raise ContextLengthError(
                     f"the prompt's text of {size:,} bytes is longer than max_model_len, "
                     f"{self.max_model_len:,} tokens, can be",
                     "prompt",
@@ -124,25 +152,46 @@ class Admission:
 
     def _check_length(self, prompt_length: int) -> None:
         if prompt_length >= self.max_model_len:
-            raise RequestError(
+            raise ContextLengthError(
                 f"the prompt has {prompt_length:,} tokens, which leaves no room for an answer: "
                 f"max_model_len is {self.max_model_len:,}",
                 "prompt",
             )
 
-    def _max_num_tokens(self, prompt_length: int, params: SamplingParams) -> int:
-        """Prompt and output tokens at which the request ends."""
+    def _max_num_tokens(self, prompt_length: int, params: SamplingParams, width_name: str) -> int:
+        """Prompt and output tokens at which each of the request's sequences ends."""
         limit = self.max_model_len
         self._check_length(prompt_length)
+        for name, most in (
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+        ):
+            if params.n > most:
+                raise RequestError(
+                    f"{width_name} is {params.n}, but they all run at once, and {name} is {most:,}",
+                    width_name,
+                )
         for name in ("max_tokens", "min_tokens"):
             wanted = getattr(params, name)
             if wanted is not None and prompt_length + wanted > limit:
-                raise RequestError(
+                raise ContextLengthError(
                     f"the prompt has {prompt_length:,} tokens and {name} is {wanted:,}, together "
                     f"{prompt_length + wanted:,}, but max_model_len is {limit:,}",
                     name,
                 )
-        return limit if params.max_tokens is None else prompt_length + params.max_tokens
+        size, num_blocks = self.geometry.block_size, self.geometry.num_blocks
+        shared = prompt_length // size
+        fitting = (shared + (num_blocks - shared) // params.n) * size
+        wanted = params.max_tokens or params.min_tokens or 1
+        if prompt_length + wanted > fitting:
+            own = -(-(prompt_length + wanted) // size) - shared
+            raise RequestError(
+                f"{params.n} times {wanted:,} tokens after a prompt of {prompt_length:,} take "
+                f"{shared + params.n * own:,} blocks of the KV cache, {shared:,} that they share and {own:,} "
+                f"for each, but there are {num_blocks:,}; use a smaller {width_name} or max_tokens",
+                width_name,
+            )
+        return min(limit, fitting) if params.max_tokens is None else prompt_length + params.max_tokens
 
 
 def derived_seed(engine_seed: int, ordinal: int) -> int:
@@ -156,6 +205,34 @@ def derived_seed(engine_seed: int, ordinal: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
     return z ^ (z >> 31)
+
+
+def _check_request_id(request_id: object) -> None:
+    if not isinstance(request_id, str) or not request_id:
+        raise RequestError(
+            f"request_id is {shown(request_id)}; it must be a string, and not empty", "request_id"
+        )
+
+
+def _namespace(cache_salt: object) -> bytes:
+    """Of the prefix index; that of requests without a salt is empty."""
+    if cache_salt is None:
+        return b""
+    if not isinstance(cache_salt, str) or not 0 < len(cache_salt) <= MAX_SALT_LENGTH:
+        raise RequestError(
+            f"cache_salt is {shown(cache_salt)}; it must be a string of 1 to {MAX_SALT_LENGTH:,} characters",
+            "cache_salt",
+        )
+    return cache_salt.encode(errors="surrogatepass")
+
+
+def _priority(priority: object) -> int:
+    if isinstance(priority, bool) or not isinstance(priority, Integral) or abs(int(priority)) >= 2**63:
+        raise RequestError(
+            f"priority is {shown(priority)}; it must be an integer of 64 bits, the lower the sooner",
+            "priority",
+        )
+    return int(priority)
 
 
 def check_lists(prompts: object, params: object, request_ids: object) -> None:
@@ -185,7 +262,7 @@ def numbered(what: str, index: int, count: int) -> Iterator[None]:
     except RequestError as error:
         if count == 1:
             raise
-        raise RequestError(f"{what} {index + 1} of {count}: {error}", error.param) from None
+        raise type(error)(f"{what} {index + 1} of {count}: {error}", error.param) from None
 
 
 def _integers(prompt: object, check_length: Callable[[int], None]) -> list[int]:

@@ -16,19 +16,20 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from minivllm.batch import StepResult
-from minivllm.engine.admission import Admission, Prompt, Request, check_lists, numbered
+from minivllm.engine.admission import Admission, Prompt, check_lists, numbered
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.prefix_store import load_prefix_cache, save_prefix_cache
+from minivllm.engine.request import Request
 from minivllm.engine.turns import Turns
 from minivllm.errors import ModelError, RequestError, shown
 from minivllm.executors.base import Executor
 from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.sampler import row_without_token, sampling_batch
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import BeamSearchParams, SamplingParams
 from minivllm.scheduler import Scheduler
 from minivllm.sequence import ScheduledSequence, Sequence
 from minivllm.text.chat_template import render_chat
@@ -68,7 +69,16 @@ class InferenceEngine:
         self.executor = executor
         self.kv_cache = kv_cache
         self.scheduler = scheduler
-        self._admission = Admission(tokenizer, vocab_size, eos_token_ids, max_model_len, seed)
+        self._admission = Admission(
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            max_model_len=max_model_len,
+            geometry=kv_cache.geometry,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            seed=seed,
+        )
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -90,6 +100,8 @@ class InferenceEngine:
         request_id: str | None = None,
         *,
         stream: bool = False,
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a request and return its id.
 
@@ -99,22 +111,29 @@ class InferenceEngine:
             request_id: None: one is made up.
             stream: give an output after every step that yields a token, each with only what is new in it;
                 else one whole output at the end.
+            cache_salt: prefixes are shared only among requests with the same one, so that nobody else can
+                tell by the time it takes what was asked before. At most 1,024 characters.
+            priority: requests with a lower one go first, and are preempted last; equal ones by arrival.
 
         Raises:
             RequestError: anything about the request is wrong; the engine is as it was before.
         """
         request_ids = None if request_id is None else [request_id]
         params = SamplingParams() if params is None else params
-        return self.add_requests([prompt], [params], request_ids, stream=stream)[0]
+        return self.add_requests(
+            [prompt], [params], request_ids, stream=stream, cache_salt=cache_salt, priority=priority
+        )[0]
 
     def add_requests(
         self,
         prompts: Seq[Prompt],
-        params: Seq[SamplingParams],
+        params: Seq[SamplingParams | BeamSearchParams],
         request_ids: Seq[str] | None = None,
         *,
         stream: bool = False,
         outbox: deque[RequestOutput] | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> list[str]:
         """Queue several requests, or none if anything about one of them is wrong. See ``add_request``.
 
@@ -123,41 +142,35 @@ class InferenceEngine:
                 it is not read any more. None: ``step`` returns them.
         """
         with self._turns:
-            return self._add(prompts, params, request_ids, stream, self._ready if outbox is None else outbox)
-
-    def _add(
-        self,
-        prompts: Seq[Prompt],
-        params: Seq[SamplingParams],
-        request_ids: Seq[str] | None,
-        stream: bool,
-        outbox: deque[RequestOutput],
-    ) -> list[str]:
-        check_lists(prompts, params, request_ids)
-        first = self._num_added
-        if request_ids is None:
-            request_ids = [self._unused_id(first + i) for i in range(len(prompts))]
-        requests: dict[str, Request] = {}
-        for i, (prompt, wish, request_id) in enumerate(zip(prompts, params, request_ids, strict=True)):
-            with numbered("prompt", i, len(prompts)):
-                if not isinstance(request_id, str) or not request_id:
-                    raise RequestError(
-                        f"request_id is {shown(request_id)}; it must be a string, and not empty", "request_id"
+            check_lists(prompts, params, request_ids)
+            first = self._num_added
+            if request_ids is None:
+                request_ids = [self._unused_id(first + i) for i in range(len(prompts))]
+            requests: dict[str, Request] = {}
+            for i, (prompt, wish, request_id) in enumerate(zip(prompts, params, request_ids, strict=True)):
+                with numbered("prompt", i, len(prompts)):
+                    request = self._admission.request(
+                        first + i,
+                        request_id,
+                        prompt,
+                        wish,
+                        stream=stream,
+                        outbox=self._ready if outbox is None else outbox,
+                        cache_salt=cache_salt,
+                        priority=priority,
                     )
-                if request_id in self._requests or request_id in requests:
-                    raise RequestError(
-                        f"there is an unfinished request {shown(request_id)} already; "
-                        f"choose another request_id",
-                        "request_id",
-                    )
-                requests[request_id] = self._admission.request(
-                    first + i, request_id, prompt, wish, stream, outbox
-                )
-        self._num_added += len(requests)
-        self._requests.update(requests)
-        for request in requests.values():
-            self.scheduler.add(request.sequence)
-        return list(requests)
+                    if request_id in self._requests or request_id in requests:
+                        raise RequestError(
+                            f"there is an unfinished request {shown(request_id)} already; "
+                            f"choose another request_id",
+                            "request_id",
+                        )
+                    requests[request_id] = request
+            self._num_added += len(requests)
+            self._requests.update(requests)
+            for request in requests.values():
+                self.scheduler.add(request.group)
+            return list(requests)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request at once and release its blocks.
@@ -171,7 +184,7 @@ class InferenceEngine:
             request = self._requests.get(request_id)
             if request is None:
                 return None
-            self.scheduler.finish(request.sequence, "abort")
+            self._end(request, "abort")
             output = self._output(request)
             if request.outbox is not self._ready:
                 request.outbox.append(output)
@@ -188,7 +201,7 @@ class InferenceEngine:
         while self._abandoned:
             outbox = self._abandoned.popleft()
             for request in [request for request in self._requests.values() if request.outbox is outbox]:
-                self.scheduler.finish(request.sequence, "abort")
+                self._end(request, "abort")
                 self._output(request)
 
     def has_unfinished_requests(self) -> bool:
@@ -236,23 +249,39 @@ class InferenceEngine:
         plan = self.scheduler.schedule()
         if not plan:
             return
-        rows = [entry.sequence for entry in plan if entry.yields_token]
+        rows, positions = _logit_rows(plan)
         try:
-            result = self.executor.execute(self.kv_cache.batch(plan), sampling_batch(rows))
+            result = self.executor.execute(self.kv_cache.batch(plan), sampling_batch(rows, positions))
         except Exception as error:
             row = row_without_token(error)
             if row is None:
-                self._fail([entry.sequence for entry in plan])
+                for request_id in dict.fromkeys(entry.sequence.request_id for entry in plan):
+                    self._fail(self._requests[request_id])
                 raise
-            self._fail([rows[row]])  # the others' tokens of this step are drawn again in the next
+            failed = rows[row]
+            # All that depend on this row are over; the others' tokens are drawn again in the next step.
+            self._fail(self._requests[failed.request_id], failed)
             raise ModelError(
-                f"the model's logits are no numbers for request {shown(rows[row].request_id)}: "
+                f"the model's logits are no numbers for request {shown(failed.request_id)}: "
                 f"its weights are damaged, or too large for their dtype ({error})"
             ) from error
-        token_ids = result.token_ids.tolist()
-        self.scheduler.commit(plan, token_ids)
-        self._count(plan)
-        self._take(rows, token_ids, result)
+        drawn: list[tuple[int, Sequence, int]] = []
+        beams: dict[Request, list[int]] = {}  # their rows
+        for row, (sequence, position, token_id) in enumerate(
+            zip(rows, positions, result.token_ids.tolist(), strict=True)
+        ):
+            if position < sequence.num_prompt_tokens:
+                self._requests[sequence.request_id].score_prompt(position, result, row)
+            elif sequence.num_candidates is not None:
+                beams.setdefault(self._requests[sequence.request_id], []).append(row)
+            else:
+                drawn.append((row, sequence, token_id))
+        self.scheduler.commit(plan, [(sequence, token_id) for _, sequence, token_id in drawn])
+        self._num_steps += 1
+        self._num_computed += sum([entry.num_tokens for entry in plan])
+        self._take(drawn, result)
+        for request, its_rows in beams.items():
+            self._branch(request, its_rows, result)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -280,6 +309,15 @@ class InferenceEngine:
         finally:
             self.abandon(outbox)
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Threads may call it while the engine runs, which is not held up.
+
+        Raises:
+            RequestError: the model has no tokenizer, or the text cannot be a prompt.
+            ContextLengthError: it is too long for any prompt; then it has not been tokenised.
+        """
+        return self._admission.encode(text, add_special_tokens)
+
     def chat_prompt(self, messages: Seq[Mapping[str, Any]], **options: Any) -> list[int]:
         """The prompt that the model's chat template makes of a conversation, as token ids.
 
@@ -306,36 +344,12 @@ class InferenceEngine:
             self.kv_cache.reset_prefix_cache()
 
     def save_prefix_cache(self, path: str | Path) -> int:
-        """Write every published block and its tokens to a file, for ``load_prefix_cache`` after a restart.
-
-        What requests with a ``cache_salt`` have published is left out. Whoever reads the file can tell the
-        prompts: it is made readable for its owner alone. A file that is there is replaced once the new one
-        is complete. No step is made meanwhile.
-
-        Returns: the number of blocks.
-
-        Raises:
-            ConfigError: prefix caching is off.
-            PrefixCacheError: the file cannot be written.
-        """
+        """Write what is cached to a file and return the number of blocks: see ``engine.prefix_store``."""
         with self._turns:
             return save_prefix_cache(Path(path), self.kv_cache, self.executor)
 
     def load_prefix_cache(self, path: str | Path) -> int:
-        """Take the blocks of a file that ``save_prefix_cache`` has written into the prefix cache.
-
-        They go to blocks that hold nothing; if these are too few, beginnings are taken before what continues
-        them. Whatever has been cached or is in use stays. Trust a file as you trust a model: a forged one can
-        hold any keys and values.
-
-        Returns: the number of blocks taken.
-
-        Raises:
-            ConfigError: prefix caching is off.
-            PrefixCacheError: there is no such file, it is damaged, or it was saved by another version of
-                mini-vllm or with another model, instruction set, dtype, quantization or block size. Nothing
-                has changed.
-        """
+        """Take a saved cache and return the number of its blocks: see ``engine.prefix_store``."""
         with self._turns:
             return load_prefix_cache(Path(path), self.kv_cache, self.executor)
 
@@ -368,49 +382,72 @@ class InferenceEngine:
 
     # --- inside ---
 
-    def _take(self, rows: Seq[Sequence], token_ids: Seq[int], result: StepResult) -> None:
+    def _take(self, drawn: Seq[tuple[int, Sequence, int]], result: StepResult) -> None:
         """Turn the tokens of a step into text, end what a stop string ends, and deliver what can be given."""
-        for row, (sequence, token_id) in enumerate(zip(rows, token_ids, strict=True)):
-            request = self._requests[sequence.request_id]
-            stop = request.builder.add(token_id, result, row)
+        for row, sequence, token_id in drawn:
+            builder = self._requests[sequence.request_id].builders[sequence.choice]
+            stop = builder.add(token_id, result, row)
             if stop is not None:
                 self.scheduler.finish(sequence, "stop", stop)
-            if request.stream or sequence.finish_reason is not None:
-                self._deliver(request)
+        self._num_generated += len(drawn)
+        for request_id in dict.fromkeys([sequence.request_id for _, sequence, _ in drawn]):
+            self._deliver(self._requests[request_id])
 
-    def _fail(self, sequences: Seq[Sequence]) -> None:
-        for sequence in sequences:
+    def _branch(self, request: Request, rows: Seq[int], result: StepResult) -> None:
+        """Replace the beams of a search by those that go on, or end it."""
+        assert request.search is not None, "only those of a search are beams"
+        children = request.search.extend(request.group.sequences, rows, result)
+        self._num_generated += len(children)
+        if children:
+            self.scheduler.branch(request.group, children)
+        else:
+            for beam in request.group.sequences.copy():
+                self.scheduler.finish(beam, "stop")
+            self._deliver(request)
+
+    def _fail(self, request: Request, sequence: Sequence | None = None) -> None:
+        """End a request; if it is one of several samples that has failed, only that one."""
+        if sequence is not None and request.search is None and request.group.begun:
             self.scheduler.finish(sequence, "error")
-            self._deliver(self._requests[sequence.request_id])
+        else:
+            self._end(request, "error")
+        self._deliver(request)
+
+    def _end(self, request: Request, reason: Literal["abort", "error"]) -> None:
+        """End all that a request still has, as it is."""
+        if request.search is not None:
+            request.search.interrupt(request.group.sequences, reason)
+        for sequence in request.group.sequences.copy():
+            self.scheduler.finish(sequence, reason)
 
     def _deliver(self, request: Request) -> None:
-        request.outbox.append(self._output(request))
+        """Give what can be given now."""
+        if not request.group.sequences or (request.stream and request.search is None):
+            request.outbox.append(self._output(request))
 
     def _output(self, request: Request) -> RequestOutput:
         """What the request has not given yet. Forgets the request when it is finished."""
-        sequence = request.sequence
-        completion = request.builder.take()
-        output = RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[completion],
-            finished=completion.finished,
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-            seed=sequence.seed,
-        )
+        output = request.output()
         if output.finished:
             del self._requests[request.request_id]
             self._num_finished += 1
         return output
-
-    def _count(self, plan: Seq[ScheduledSequence]) -> None:
-        self._num_steps += 1
-        self._num_computed += sum(entry.num_tokens for entry in plan)
-        self._num_generated += sum(entry.yields_token for entry in plan)
 
     def _unused_id(self, ordinal: int) -> str:
         request_id = str(ordinal)
         while request_id in self._requests:  # a client chose it
             request_id += "_"
         return request_id
+
+
+def _logit_rows(plan: Seq[ScheduledSequence]) -> tuple[list[Sequence], list[int]]:
+    """For each logit row of the plan's Batch: whose token it yields, and the index of that token there."""
+    sequences: list[Sequence] = []
+    positions: list[int] = []
+    for sequence, _, num_scored, draws in plan:
+        first = sequence.num_computed_tokens + 1
+        positions += range(first, first + num_scored)
+        positions += [len(child.token_ids) for child in draws]
+        sequences += [sequence] * num_scored
+        sequences += draws
+    return sequences, positions

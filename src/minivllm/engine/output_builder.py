@@ -20,6 +20,7 @@ class OutputBuilder:
         if tokenizer is not None:
             self._detokenizer = IncrementalDetokenizer(tokenizer, sequence.token_ids, sequence.params)
         self._num_given = sequence.num_tokens  # leading tokens that need not be given any more: the prompt
+        self._end_given = False
         self._text = ""
         asked = sequence.params.logprobs is not None
         self._logprobs: list[dict[int, Logprob]] | None = [] if asked else None
@@ -31,7 +32,8 @@ class OutputBuilder:
         Returns the stop string that it completed, if any.
         """
         if self._logprobs is not None and self._cumulative is not None:
-            logprobs = self._row_logprobs(token_id, result, row)
+            wanted = self._sequence.params.logprobs or 0
+            logprobs = row_logprobs(token_id, result, row, wanted, self._tokenizer)
             self._logprobs.append(logprobs)
             self._cumulative += logprobs[token_id].logprob
         if self._detokenizer is None:
@@ -41,6 +43,13 @@ class OutputBuilder:
         if self._sequence.finish_reason != "stop" or params.include_stop_str_in_output:
             self._text += self._detokenizer.push((token_id,))
         return self._detokenizer.stopped
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are tokens or an end that were not given yet."""
+        sequence = self._sequence
+        ended = sequence.finish_reason is not None
+        return sequence.num_tokens > self._num_given or (ended and not self._end_given)
 
     def take(self) -> CompletionOutput:
         """Everything that was not given yet, and whether more will come."""
@@ -57,22 +66,23 @@ class OutputBuilder:
             stop_reason=sequence.stop_reason,
         )
         self._num_given = sequence.num_tokens
+        self._end_given = output.finished
         self._text = ""
         self._logprobs = None if self._logprobs is None else []
         return output
 
-    def _row_logprobs(self, token_id: int, result: StepResult, row: int) -> dict[int, Logprob]:
-        """The chosen token's logprob, then those of the likeliest tokens."""
-        logprobs = {
-            token_id: self._logprob(token_id, float(result.logprobs[row]), int(result.ranks[row])),
-        }
-        likeliest = self._sequence.params.logprobs or 0
-        top = zip(result.top_token_ids[row].tolist(), result.top_logprobs[row].tolist(), strict=True)
-        for rank, (top_id, logprob) in zip(range(1, likeliest + 1), top, strict=False):
-            if top_id >= 0 and top_id != token_id:
-                logprobs[top_id] = self._logprob(top_id, logprob, rank)
-        return logprobs
 
-    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        text = None if self._tokenizer is None else self._tokenizer.token_text(token_id)
-        return Logprob(logprob, rank, text)
+def row_logprobs(
+    token_id: int, result: StepResult, row: int, num_likeliest: int, tokenizer: Tokenizer | None
+) -> dict[int, Logprob]:
+    """A row's logprobs: of its token, then of the likeliest ones."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> Logprob:
+        return Logprob(logprob, rank, None if tokenizer is None else tokenizer.token_text(token_id))
+
+    logprobs = {token_id: entry(token_id, float(result.logprobs[row]), int(result.ranks[row]))}
+    top = zip(result.top_token_ids[row].tolist(), result.top_logprobs[row].tolist(), strict=True)
+    for rank, (top_id, logprob) in zip(range(1, num_likeliest + 1), top, strict=False):
+        if top_id >= 0 and top_id != token_id:
+            logprobs[top_id] = entry(top_id, logprob, rank)
+    return logprobs

@@ -12,6 +12,12 @@ agrees only in its leading tokens, these are copied into a fresh block (``Batch.
     a new prompt             [ same       ] [ 9 the same | others
     its table                [ shared     ] [ 9 copied   | computed
 
+The samples and beams of a request are forks: they hold the same blocks, until one of them writes to a block
+that others hold too, and gets a copy of its own first. The last one to write keeps the block.
+
+    three forks, 20 tokens   [ shared by all 3 ] [ t16 .. t19 | ·
+    each writes token 20     [ shared by all 3 ] [ copied     | a   [ copied     | b   [ t16 .. t19 | c
+
 Owns the block tables. Holds no tensors (the pool's memory is the executor's to touch), and knows nothing of
 queues, budgets or who goes first.
 """
@@ -25,13 +31,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from minivllm.batch import NO_SLOT, Batch, IntArray
-from minivllm.block_allocator import BlockAllocator, PublishedBlocks
+from minivllm.block_allocator import BlockAllocator, PrefixMatch, PublishedBlocks
 from minivllm.errors import BlockError
 from minivllm.kv_cache.kv_pool import KVGeometry
-from minivllm.sequence import ScheduledSequence, Sequence
+from minivllm.sequence import ScheduledSequence, Sequence, SequenceGroup
 
 _NO_COPIES = np.empty((0, 3), np.int32)
-_NAMESPACE = b""  # all sequences share one prefix index
+_EVERYBODYS = b""  # namespace of the sequences without a cache_salt
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class CachedPrefix:
     partial_tokens: int
 
 
+_NO_MATCH = PrefixMatch([], None, 0)
 _NOTHING_CACHED = CachedPrefix(0, [], None, 0)
 
 
@@ -55,7 +62,7 @@ class _Table:
 
     block_ids: "array[int]"  # int32, in order
     num_published: int = 0  # leading blocks in the prefix index: complete, perhaps shared, never written to
-    # A published block that the next step copies from (so it is held), to which block, and how many slots.
+    # What the next step copies: from which block (which is held until then), to which, and how many slots.
     copy: tuple[int, int, int] | None = None
 
 
@@ -65,7 +72,7 @@ class KVCache:
     Args:
         geometry: of the pool.
         allocator: of as many blocks, and of the same block size.
-        prefix_caching: publish blocks and look for published ones.
+        prefix_caching: share blocks among requests; else only among the sequences of each.
     """
 
     def __init__(self, geometry: KVGeometry, allocator: BlockAllocator, prefix_caching: bool = True) -> None:
@@ -73,7 +80,8 @@ class KVCache:
         self.block_size = geometry.block_size
         self.prefix_caching = prefix_caching
         self._allocator = allocator
-        self._tables: dict[int, _Table] = {}  # by seq_id
+        self._tables: dict[Sequence, _Table] = {}
+        self._copied_from: Counter[int] = Counter()  # block → tables that hold it only to copy from it
 
     @property
     def num_free_blocks(self) -> int:
@@ -91,40 +99,65 @@ class KVCache:
 
     def table(self, sequence: Sequence) -> list[int]:
         """The sequence's block ids in order; empty when it holds none."""
-        table = self._tables.get(sequence.seq_id)
+        table = self._tables.get(sequence)
         return [] if table is None else table.block_ids.tolist()
 
-    def match_prefix(self, sequence: Sequence) -> CachedPrefix:
-        """What the cache has of a waiting sequence's tokens. Changes nothing.
+    def own_blocks(self, group: SequenceGroup) -> int:
+        """Blocks that each sequence of a group holds besides the whole blocks of their prompt."""
+        first = group.sequences[0]
+        return self.blocks_for(first.num_tokens) - first.num_prompt_tokens // self.block_size
+
+    def match_prefix(self, group: SequenceGroup) -> CachedPrefix:
+        """What the cache has of the first sequence's tokens, of a waiting group. Changes nothing.
 
         Its last token is always left to compute, since its row yields the next one. If that token's block is
         found too, the row finds its own keys and values there and writes nothing.
         """
-        if not self.prefix_caching:
-            return _NOTHING_CACHED
-        last = sequence.num_tokens - 1
-        match = self._allocator.match_prefix(_NAMESPACE, sequence.token_ids)
-        whole = len(match.block_ids) * self.block_size
-        prefix = CachedPrefix(min(whole, last), match.block_ids, None, 0)
-        partial = min(match.partial_tokens, last - whole)
-        # The partial block stays held until it is copied. A sequence that fits alone must fit without it.
-        if partial <= 0 or self.num_free_blocks <= self.blocks_missing(sequence, prefix):
+        sequence = group.sequences[0]
+        if sequence.scores_prompt:
+            return _NOTHING_CACHED  # its logprobs come from computing it
+        match = self._match(sequence)
+        prefix = self._whole_blocks(sequence, match)
+        partial = min(match.partial_tokens, sequence.num_tokens - 1 - prefix.num_tokens)
+        # The partial block stays held until it is copied. A group that fits alone must fit without it.
+        if partial <= 0 or self.num_free_blocks <= self.blocks_missing(group, prefix):
             return prefix
-        return CachedPrefix(whole + partial, match.block_ids, match.partial_block, partial)
+        return CachedPrefix(prefix.num_tokens + partial, match.block_ids, match.partial_block, partial)
 
-    def blocks_missing(self, sequence: Sequence, prefix: CachedPrefix) -> int:
-        """Free blocks that it takes to hold all of a waiting sequence's tokens, given what is cached."""
+    def match_blocks(self, sequence: Sequence) -> CachedPrefix:
+        """The whole blocks that the cache has of a sequence's tokens. Changes nothing."""
+        return self._whole_blocks(sequence, self._match(sequence))
+
+    def _match(self, sequence: Sequence) -> PrefixMatch:
+        namespace = self.namespace(sequence)
+        if namespace is None:
+            return _NO_MATCH
+        return self._allocator.match_prefix(namespace, sequence.token_ids)
+
+    def _whole_blocks(self, sequence: Sequence, match: PrefixMatch) -> CachedPrefix:
+        num_tokens = min(len(match.block_ids) * self.block_size, sequence.num_tokens - 1)
+        return CachedPrefix(num_tokens, match.block_ids, None, 0)
+
+    def namespace(self, sequence: Sequence) -> bytes | None:
+        """Of the prefix index, where the sequence finds and publishes blocks. None: nowhere."""
+        if self.prefix_caching:
+            return sequence.namespace
+        return b"request %d" % sequence.seq_id if sequence.params.n > 1 else None
+
+    def blocks_missing(self, group: SequenceGroup, prefix: CachedPrefix) -> int:
+        """Free blocks that it takes to hold all tokens of a waiting group, given what is cached."""
+        first = group.sequences[0]
         held_already = sum(self._allocator.ref_count(block) > 0 for block in prefix.block_ids)
-        return self.blocks_for(sequence.num_tokens) - held_already
+        return self.blocks_for(first.num_tokens) - held_already + (group.width - 1) * self.own_blocks(group)
 
     def attach(self, sequence: Sequence, prefix: CachedPrefix) -> None:
-        """Give a waiting sequence its first table: what ``match_prefix`` has just found for it.
+        """Give a waiting sequence its first table: what has just been found for it.
 
-        There must be ``blocks_missing`` free blocks.
+        For what ``match_prefix`` found there must be ``blocks_missing`` free blocks.
         """
         self._allocator.fork(prefix.block_ids)
         table = _Table(array("i", prefix.block_ids), len(prefix.block_ids))
-        self._tables[sequence.seq_id] = table
+        self._tables[sequence] = table
         if prefix.partial_block is not None:
             self._allocator.fork(
                 (prefix.partial_block,)
@@ -133,64 +166,91 @@ class KVCache:
             assert own is not None, "blocks_missing says that there is one"
             table.block_ids.extend(own)
             table.copy = (prefix.partial_block, own[0], prefix.partial_tokens)
+            self._copied_from[prefix.partial_block] += 1
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a sequence without blocks share those of another that has the same computed tokens."""
+        table = self._tables[parent]
+        self._allocator.fork(table.block_ids)
+        self._tables[child] = _Table(table.block_ids[:], table.num_published)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Grow the sequence's table so that its leading ``num_tokens`` tokens have slots.
+        """Grow the sequence's table so that its leading ``num_tokens`` tokens have slots of its own to go to.
 
         All or nothing: False, and nothing has changed, when there are too few free blocks. Asking again for
         what is there already changes nothing, so a plan that was not carried out can simply be made anew.
         """
-        table = self._tables.get(sequence.seq_id)
-        missing = self.blocks_for(num_tokens) - (0 if table is None else len(table.block_ids))
-        if missing <= 0:
+        table = self._tables.get(sequence)
+        if table is None:
+            table = _Table(array("i"))
+        missing = max(0, self.blocks_for(num_tokens) - len(table.block_ids))
+        index, offset = divmod(sequence.num_computed_tokens, self.block_size)  # of the first write
+        copies = self._is_shared(table, index)
+        if not missing and not copies:
             return True
-        blocks = self._allocator.allocate(missing)
+        blocks = self._allocator.allocate(missing + copies)
         if blocks is None:
             return False
-        if table is None:
-            table = self._tables[sequence.seq_id] = _Table(array("i"))
+        if copies:
+            source = table.block_ids[index]
+            table.block_ids[index] = blocks.pop()
+            table.copy = (source, table.block_ids[index], offset)
+            self._copied_from[source] += 1
         table.block_ids.extend(blocks)
+        self._tables[sequence] = table
         return True
+
+    def _is_shared(self, table: _Table, index: int) -> bool:
+        """Whether a block to be written to is in other tables too. Nobody writes to published ones."""
+        if not table.num_published <= index < len(table.block_ids):
+            return False
+        block = table.block_ids[index]
+        return self._allocator.ref_count(block) - self._copied_from[block] > 1
 
     def free(self, sequence: Sequence) -> None:
         """Release the sequence's blocks, the last one first. Nothing happens when it holds none.
 
         Those that are published stay in the cache until the memory is needed.
         """
-        table = self._tables.pop(sequence.seq_id, None)
+        table = self._tables.pop(sequence, None)
         if table is not None:
             self._finish_copy(table)
             self._allocator.free(table.block_ids[::-1])
 
     def commit(self, plan: Iterable[ScheduledSequence]) -> None:
         """After a step was carried out and progress recorded: publish the blocks that it completed."""
-        for sequence, _, _ in plan:
-            table = self._tables[sequence.seq_id]
+        for sequence, *_ in plan:
+            table = self._tables[sequence]
             if table.copy is not None:
                 self._finish_copy(table)
-            first, last = table.num_published, sequence.num_computed_tokens // self.block_size
-            if last > first and self.prefix_caching:
-                parent = table.block_ids[first - 1] if first else None
-                tokens = sequence.token_ids[first * self.block_size : last * self.block_size]
-                blocks = self._allocator.publish(_NAMESPACE, parent, tokens, table.block_ids[first:last])
-                table.block_ids[first:last] = array("i", blocks)
-                table.num_published = last
+            self._publish(sequence, table)
+
+    def _publish(self, sequence: Sequence, table: _Table) -> None:
+        first, last = table.num_published, sequence.num_computed_tokens // self.block_size
+        if last == first or (namespace := self.namespace(sequence)) is None:
+            return
+        parent = table.block_ids[first - 1] if first else None
+        tokens = sequence.token_ids[first * self.block_size : last * self.block_size]
+        blocks = self._allocator.publish(namespace, parent, tokens, table.block_ids[first:last])
+        table.block_ids[first:last] = array("i", blocks)
+        table.num_published = last
 
     def reset_prefix_cache(self) -> None:
-        """Forget every published block. Sequences that run keep theirs, and publish them again."""
+        """Forget every published block, except for those of sequences that run."""
         self._allocator.reset_prefix_cache()
-        for table in self._tables.values():
+        for sequence, table in self._tables.items():
             table.num_published = 0
+            self._publish(sequence, table)
 
     def published(self) -> PublishedBlocks:
         """The prefixes that all requests share, for saving them: the index of the empty namespace."""
         index = self._allocator.published()
-        shared = np.array([namespace == _NAMESPACE for namespace in index.namespaces], bool)
+        shared = np.array([namespace == _EVERYBODYS for namespace in index.namespaces], bool)
         rows = np.flatnonzero(shared[index.namespace_index]).astype(np.int32)
         place = np.full(len(index.parents) + 1, -1, np.int32)  # the last entry is that of parent -1
         place[rows] = np.arange(len(rows))
         return PublishedBlocks(
-            [_NAMESPACE] if len(rows) else [],
+            [_EVERYBODYS] if len(rows) else [],
             np.zeros(len(rows), np.int32),
             place[index.parents[rows]],
             index.token_ids[rows],
@@ -218,7 +278,7 @@ class KVCache:
             for i, parent in enumerate(parents[:count].tolist()):
                 before = block_ids[parent] if parent >= 0 else None
                 block_ids[i : i + 1] = self._allocator.publish(
-                    _NAMESPACE, before, token_ids[i], block_ids[i : i + 1]
+                    _EVERYBODYS, before, token_ids[i], block_ids[i : i + 1]
                 )
         finally:
             self._allocator.free(block_ids[::-1])
@@ -226,8 +286,10 @@ class KVCache:
 
     def _finish_copy(self, table: _Table) -> None:
         if table.copy is not None:
-            self._allocator.free((table.copy[0],))
+            source = table.copy[0]
             table.copy = None
+            self._allocator.free((source,))
+            self._copied_from[source] -= 1
 
     def batch(self, plan: Seq[ScheduledSequence]) -> Batch:
         """The arrays of one step, for a plan whose tokens all have slots."""
@@ -238,9 +300,9 @@ class KVCache:
         logit_rows: list[int] = []
         stored_rows: list[int] = []  # rows whose K and V are in a published block already
         copies: list[tuple[int, int, int]] = []
-        for sequence, num_tokens, yields_token in plan:
+        for sequence, num_tokens, num_scored, draws in plan:
             start = sequence.num_computed_tokens
-            table = self._tables[sequence.seq_id]
+            table = self._tables[sequence]
             if table.copy is not None:
                 copies.append(table.copy)
             if start < table.num_published * self.block_size:
@@ -250,8 +312,8 @@ class KVCache:
             starts.append(start)
             ends.append(end)
             query_start.append(query_start[-1] + num_tokens)
-            if yields_token:
-                logit_rows.append(query_start[-1] - 1)
+            logit_rows += range(query_start[-2], query_start[-2] + num_scored)
+            logit_rows += [query_start[-1] - 1] * len(draws)
         block_tables = self._block_tables(plan, ends)
 
         # Few and simple numpy calls: for one sequence their number, not their size, is what a step costs.
@@ -283,7 +345,7 @@ class KVCache:
         widths = [-(-length // self.block_size) for length in context_lens]
         tables = np.zeros((len(plan), max(widths, default=0)), np.int32)
         for row, width, scheduled in zip(tables, widths, plan, strict=True):
-            row[:width] = self._tables[scheduled.sequence.seq_id].block_ids[:width]
+            row[:width] = self._tables[scheduled.sequence].block_ids[:width]
         return tables
 
     def check_integrity(self) -> None:
