@@ -375,12 +375,9 @@ class InferenceEngine:
     def describe(self) -> str:
         """What is reserved and what fits, in a line or two for people."""
         return (
-            f"KV cache: {self.kv_cache.geometry}\n"
-            f"{self.executor.name} executor on {self.executor.device}, "
+            f"KV cache: {self.kv_cache.geometry}\n{self.executor.name} executor on {self.executor.device}, "
             f"up to {self.max_model_len:,} tokens a request"
         )
-
-    # --- inside ---
 
     def _take(self, drawn: Seq[tuple[int, Sequence, int]], result: StepResult) -> None:
         """Turn the tokens of a step into text, end what a stop string ends, and deliver what can be given."""

@@ -27,8 +27,9 @@ _CHUNK_BYTES = 4 << 20  # of blocks that are in memory twice
 def save_prefix_cache(path: Path, kv_cache: KVCache, executor: Executor) -> int:
     """Write every published block and its tokens to a file, so that a long prompt survives a restart.
 
-    What requests with a ``cache_salt`` have published is left out. Whoever reads the file can tell the prompts:
-    it is made readable for its owner alone. A file that is there is replaced once the new one is complete.
+    What requests with a ``cache_salt`` have published is left out. Whoever reads the file can tell the
+    prompts: it is made readable for its owner alone. A file that is there is replaced once the new one is
+    complete.
 
     Returns: the number of blocks.
 
@@ -52,16 +53,17 @@ def save_prefix_cache(path: Path, kv_cache: KVCache, executor: Executor) -> int:
 def load_prefix_cache(path: Path, kv_cache: KVCache, executor: Executor) -> int:
     """Take the blocks of a file that ``save_prefix_cache`` has written into the prefix cache.
 
-    They go to blocks that hold nothing; if these are too few, beginnings are taken before what continues them.
-    Whatever has been cached or is in use stays. Trust a file as you trust a model: a forged one can hold any
-    keys and values.
+    They go to blocks that hold nothing; if these are too few, beginnings are taken before what continues
+    them. Whatever has been cached or is in use stays. Trust a file as you trust a model: a forged one can
+    hold any keys and values.
 
     Returns: the number of blocks that the cache now has of those in the file.
 
     Raises:
         ConfigError: prefix caching is off.
-        PrefixCacheError: there is no such file, it is damaged, or it was saved by another version of mini-vllm
-            or with another model, instruction set, dtype, quantization or block size. Nothing has changed.
+        PrefixCacheError: there is no such file, it is damaged, or it was saved by another version of
+            mini-vllm or with another model, instruction set, dtype, quantization or block size. Nothing has
+            changed.
     """
     _check_enabled(kv_cache)
     geometry = kv_cache.geometry

@@ -1,7 +1,7 @@
 """The other way: each request gets one contiguous piece of the KV memory when it is admitted, and keeps it.
 
-As the paper's baselines do (arXiv 2309.06180, section 6.1), with Orca's scheduling of single steps and a buddy
-allocator. How much is reserved differs:
+As the paper's baselines do (arXiv 2309.06180, section 6.1), with Orca's scheduling of single steps and a
+buddy allocator. How much is reserved differs:
 
     max       the longest sequence that the model allows
     pow2      the prompt, and the output's length rounded up to a power of two
@@ -27,8 +27,8 @@ SCHEMES: tuple[Scheme, ...] = ("max", "pow2", "oracle")
 class BuddyAllocator:
     """Contiguous pieces of ``size`` slots: powers of two, each at a multiple of its own length.
 
-    Knuth, The Art of Computer Programming, volume 1, section 2.5. A pool of another size than a power of two is
-    the largest pieces that it consists of.
+    Knuth, The Art of Computer Programming, volume 1, section 2.5. A pool of another size than a power of two
+    is the largest pieces that it consists of.
     """
 
     def __init__(self, size: int) -> None:
@@ -59,7 +59,7 @@ class BuddyAllocator:
         return first
 
     def free(self, first: int) -> None:
-        """Give back a piece. It joins its buddy, the other half of what it was cut from, when that is free."""
+        """Give back a piece. It joins its buddy, the other half of what it was cut from, if that is free."""
         length = self._held.pop(first)
         while (buddy := first ^ length) in self._free.get(length, ()):
             self._free[length].remove(buddy)
@@ -179,6 +179,4 @@ def _step(seconds: float, rows: int, context: int, running: list[_Running], wait
     tokens = sum(one.computed * one.width for one in running)
     final = sum((one.request.prompt_len + one.request.output_len) * one.width for one in running)
     reserved = sum(one.reserved * one.width for one in running)
-    return Step(
-        seconds, rows, context, len(running), waiting, tokens, final - tokens, reserved - final, 1, 1
-    )
+    return Step(seconds, rows, context, len(running), waiting, tokens, final - tokens, reserved - final, 1, 1)

@@ -5,8 +5,8 @@
     samples    blocks saved by sharing among 2, 4, 6 samples of a prompt, and among as many beams
     prefixes   requests that all begin with the same 80 or 341 tokens
 
-Whoever reserves is given what helps: its prompts are computed once for all samples and copied for free, and its
-bookkeeping costs nothing.
+Whoever reserves is given what helps: its prompts are computed once for all samples and copied for free, and
+its bookkeeping costs nothing.
 """
 
 import math
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from minivllm.bench.memory.contiguous import SCHEMES, Scheme, run_contiguous
+from minivllm.bench.memory.contiguous import SCHEMES, run_contiguous
 from minivllm.bench.memory.cost import CostModel, fit
 from minivllm.bench.memory.paper import MAX_MODEL_LEN, SLOTS
-from minivllm.bench.memory.simulate import Decoding, run_paged, simulated_engine
+from minivllm.bench.memory.simulate import SINGLE, Decoding, run_paged, simulated_engine
 from minivllm.bench.memory.trace import Figures, Trace, figures
 from minivllm.bench.memory.workload import TRANSLATION, WORKLOADS, Arrival, Workload, arrivals
 from minivllm.config import EngineConfig
@@ -25,9 +25,9 @@ from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.errors import ConfigError
 from minivllm.factory import create_engine
 
-#: SmolLM2-135M in bfloat16 on two cores of a Xeon with AMX that others used as well, whole steps of the engine;
-#: 9 of 10 measured steps took from 0.9 to 1.4 times as long as this says. Measured by
-#: ``mini-vllm bench memory --real smollm2-135m --quantization none --requests 40``, which prints the fit.
+#: SmolLM2-135M in bfloat16, whole steps of the engine on two cores of a Xeon with AMX that others used too;
+#: 9 of 10 measured steps took from 0.9 to 1.4 times as long as this says. What prints the fit:
+#: ``mini-vllm bench memory --real smollm2-135m --quantization none --requests 40``
 COST = CostModel(step=9.8e-3, row=432e-6, context=2.79e-6)
 
 WIDTHS = (2, 4, 6)
@@ -68,7 +68,7 @@ class Setting:
         longest = WORKLOADS[self.workload].prompt.most + WORKLOADS[self.workload].output.most
         if self.max_model_len < longest:
             raise ConfigError(
-                f"max_model_len is {self.max_model_len:,}; the workload has requests of up to {longest:,} tokens"
+                f"max_model_len is {self.max_model_len:,}; the workload has requests of up to {longest:,}"
             )
         if max(WIDTHS) > min(self.max_num_seqs, self.max_num_batched_tokens):
             raise ConfigError(
@@ -99,7 +99,7 @@ class Comparison:
     title: str
     rate: float  #: requests a second
     paged: Figures
-    contiguous: dict[Scheme, Figures]
+    contiguous: dict[str, Figures]  #: by scheme
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,7 @@ def measure(setting: Setting, progress: Progress) -> MemoryReport:
         shared = replace(TRANSLATION, shared_len=length)
         rate = 2 * _expected_throughput(shared, setting.slots, runner.cost)
         prefixes[length] = runner.compare(shared, setting.requests, rate)
-    return MemoryReport(
-        setting, str(workload), runner.cost, schemes, rates, samples, beams, prefixes
-    )
+    return MemoryReport(setting, str(workload), runner.cost, schemes, rates, samples, beams, prefixes)
 
 
 class _Runner:
@@ -160,9 +158,7 @@ class _Runner:
         self._real = None if setting.real is None else _real_engine(setting, setting.real)
         self._measured: list[tuple[int, int, float]] = []
 
-    def compare(
-        self, workload: Workload, count: int, rate: float, decoding: Decoding = Decoding()
-    ) -> Comparison:
+    def compare(self, workload: Workload, count: int, rate: float, decoding: Decoding = SINGLE) -> Comparison:
         setting = self._setting
         title = f"{workload.name}, {decoding}" if decoding.width > 1 else workload.name
         if workload.shared_len:
@@ -170,7 +166,7 @@ class _Runner:
         self._progress(f"{title}: {count} requests, {rate:.3g} a second")
         requests = arrivals(workload, count, rate, setting.seed)
         paged = figures("paged", self._paged(requests, workload, decoding), requests)
-        contiguous: dict[Scheme, Figures] = {}
+        contiguous: dict[str, Figures] = {}
         for scheme in SCHEMES:
             trace = run_contiguous(
                 scheme,
@@ -228,4 +224,6 @@ def _expected_throughput(workload: Workload, slots: int, cost: CostModel) -> flo
     own, output = workload.prompt.mean, workload.output.mean
     running = (slots - workload.shared_len) / (own + output / 2)
     rows = running * (1 + own / output)
-    return running / (output * cost.seconds(int(rows), int(running * (workload.shared_len + own + output / 2))))
+    return running / (
+        output * cost.seconds(int(rows), int(running * (workload.shared_len + own + output / 2)))
+    )

@@ -1,12 +1,14 @@
 """Our own engine on the same requests: the real loop, scheduler, block tables and allocator; time is counted.
 
-The executor is either the real model, whose steps are timed, or an invention of tokens, whose steps cost what a
-``CostModel`` says. Either way what is in the pool is read off each step's Batch, that is, off what attention
-would read, and not asked of those whose work it is.
+The executor is either the real model, whose steps are timed, or an invention of tokens, whose steps cost what
+a ``CostModel`` says. Either way what is in the pool is read off each step's Batch, that is, off what
+attention would read, and not asked of those whose work it is.
 """
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +22,38 @@ from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.kv_cache.kv_pool import KVGeometry
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import BeamSearchParams, SamplingParams
 from minivllm.scheduler import Scheduler
 
 VOCAB_SIZE = 32_000  # of the simulated model
 
 Execute = Callable[[Batch, SamplingBatch], StepResult]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How many sequences each request has: one, several samples, or the beams of a search."""
+
+    samples: int = 1
+    beams: int = 0  #: 0: no beam search
+
+    @property
+    def width(self) -> int:
+        """Sequences."""
+        return self.beams or self.samples
+
+    def params(self, output_len: int) -> SamplingParams | BeamSearchParams:
+        """A request that ends after just so many tokens."""
+        if self.beams:
+            return BeamSearchParams(beam_width=self.beams, max_tokens=output_len, ignore_eos=True)
+        return SamplingParams(n=self.samples, max_tokens=output_len, ignore_eos=True)
+
+    def __str__(self) -> str:
+        """In a report."""
+        return f"beams of {self.beams}" if self.beams else f"n = {self.samples}"
+
+
+SINGLE = Decoding()
 
 
 class RecordingExecutor:
@@ -76,18 +104,35 @@ def occupancy(tables: IntArray, context_lens: IntArray, geometry: KVGeometry) ->
 
 
 def simulated_step(batch: Batch, sampling: SamplingBatch) -> StepResult:
-    """Tokens that look random and are a function of the request's seed, the choice and the position."""
-    mixed = sampling.seed + sampling.choice.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ sampling.position.astype(np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
-    rows = len(mixed)
+    """Tokens that look random and are a function of the request's seed, the choice and the position.
+
+    The likeliest tokens, which a beam search asks for, depend on the row's own token too, so that beams part.
+    Each is as much less likely than the one before it as an exponentially distributed number of mean 1 says:
+    an invention, on which it depends how long beams have the same ancestors. A real model shows.
+    """
+    own = _mixed(batch.token_ids[batch.logit_rows].astype(np.uint64) + sampling.position.astype(np.uint64))
+    drawn = _mixed(
+        _mixed(sampling.seed + sampling.choice.astype(np.uint64)) + sampling.position.astype(np.uint64)
+    )
+    most = int(sampling.num_logprobs.max(initial=0))
+    likeliest = _mixed((drawn ^ own)[:, None] + np.arange(most, dtype=np.uint64))  # [R, K]
+    uniform = (likeliest >> np.uint64(11)).astype(np.float64) / 2**53
+    top_logprobs = np.log1p(-uniform).cumsum(axis=1).astype(np.float32)
+    rows = len(drawn)
     return StepResult(
-        token_ids=((mixed >> np.uint64(33)) % np.uint64(VOCAB_SIZE)).astype(np.int32),
+        token_ids=(drawn % np.uint64(VOCAB_SIZE)).astype(np.int32),
         logprobs=np.zeros(rows, np.float32),
         ranks=np.ones(rows, np.int32),
-        top_token_ids=np.empty((rows, 0), np.int32),
-        top_logprobs=np.empty((rows, 0), np.float32),
+        top_token_ids=(likeliest % np.uint64(VOCAB_SIZE)).astype(np.int32),
+        top_logprobs=top_logprobs,
     )
+
+
+def _mixed(values: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finish: every bit of the result depends on every bit of the value."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(values ^ (values >> np.uint64(31)))
 
 
 def simulated_engine(
@@ -118,7 +163,7 @@ def run_paged(
     *,
     cost: CostModel | None,
     shared_len: int = 0,
-    width: int = 1,
+    decoding: Decoding = SINGLE,
     seed: int = 0,
 ) -> Trace:
     """Play the requests: prompts of random tokens, of which the first ``shared_len`` are the same for all.
@@ -126,7 +171,7 @@ def run_paged(
     Args:
         engine: idle. It keeps what it has cached.
         cost: of a step; None: as long as it takes.
-        width: samples of each request.
+        decoding: of each request.
     """
     recorder = engine.executor
     if not isinstance(recorder, RecordingExecutor):  # the real model
@@ -144,8 +189,8 @@ def run_paged(
             clock = max(clock, requests[num_added].time)
         while num_added < len(requests) and requests[num_added].time <= clock:
             request = requests[num_added]
-            params = SamplingParams(max_tokens=request.output_len, ignore_eos=True)
-            by_id[engine.add_request(next(prompts), params)] = num_added
+            params = decoding.params(request.output_len)
+            by_id[engine.add_requests([next(prompts)], [params])[0]] = num_added
             num_added += 1
         unfinished = num_added - len(trace.ends)
         started = time.perf_counter()
@@ -154,14 +199,12 @@ def run_paged(
         rows, context, tokens, blocks, unshared = recorder.steps[-1]
         if cost is not None:
             seconds = cost.seconds(rows, context)
-        waiting = engine.metrics().num_waiting
+        waiting = engine.metrics().num_waiting // decoding.width
         # What a block of a running request has left, its own tokens will not always fill: all of it is lost.
         internal = blocks * geometry.block_size - tokens
         trace.starts.append(clock)
         trace.steps.append(
-            Step(
-                seconds, rows, context, unfinished - waiting, waiting, tokens, 0, internal, unshared, blocks
-            )
+            Step(seconds, rows, context, unfinished - waiting, waiting, tokens, 0, internal, unshared, blocks)
         )
         clock += seconds
         trace.ends.update({by_id.pop(output.request_id): clock for output in outputs})
@@ -169,9 +212,7 @@ def run_paged(
     return trace
 
 
-def _prompts(
-    requests: list[Arrival], shared_len: int, vocab_size: int, seed: int
-) -> Iterator[list[int]]:
+def _prompts(requests: list[Arrival], shared_len: int, vocab_size: int, seed: int) -> Iterator[list[int]]:
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, vocab_size, shared_len).tolist()
     for request in requests:

@@ -1,4 +1,4 @@
-"""What a run shows: the KV memory and the requests in every step, and the figures that follow. Runs nothing."""
+"""What a run shows: the KV memory and the requests of every step, and what follows. Runs nothing."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

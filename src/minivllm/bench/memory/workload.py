@@ -25,7 +25,7 @@ class Lengths:
 
     @property
     def mu(self) -> float:
-        """Mean of the logarithm: so that the mean after the cut is ``mean``, which it determines by halving."""
+        """Mean of the logarithm, so that the mean after the cut is ``mean``: found by halving."""
         low, high = math.log(self.mean) - 10 * self.sigma**2, math.log(self.most) + 10 * self.sigma
         for _ in range(60):
             middle = (low + high) / 2

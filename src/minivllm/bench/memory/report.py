@@ -1,0 +1,137 @@
+"""A memory report in the terminal: bars of the KV memory, tables beside the paper's. Measures nothing."""
+
+from collections.abc import Mapping
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from minivllm.bench.memory import paper
+from minivllm.bench.memory.measure import Comparison, MemoryReport
+from minivllm.bench.memory.trace import Figures
+
+PARTS = (  # share, what it is, colour in the terminal
+    ("tokens", "tokens", "green"),
+    ("reserved", "empty, will be filled", "yellow"),
+    ("internal", "empty, held for nothing", "red"),
+    ("external", "held by nobody", "bright_black"),
+)
+_BAR = 50  # characters
+
+
+def print_report(report: MemoryReport, console: Console) -> None:
+    """Everything, for people."""
+    setting = report.setting
+    console.print(f"workload   {report.workload}; seed {setting.seed}")
+    console.print(
+        f"KV memory  {setting.slots:,} tokens for every scheme (the paper's: {paper.SLOTS:,}); ours in "
+        f"{setting.blocks:,} blocks of {setting.block_size}; max_model_len {setting.max_model_len:,}"
+    )
+    model = f"the real model {setting.real}, for ours; the others'" if setting.real else "simulated"
+    console.print(f"steps      {model}: {report.cost}")
+    console.print(_memory(report.schemes, setting.workload))
+    console.print(_running(report.schemes, setting.workload))
+    if report.rates:
+        console.print(_rates(report.rates))
+    console.print(_sharing("samples", report.samples, paper.SAVED_BY_SAMPLES[setting.workload]))
+    console.print(_sharing("beams", report.beams, paper.SAVED_BY_BEAMS[setting.workload]))
+    console.print(_prefixes(report.prefixes))
+
+
+def all_figures(comparison: Comparison) -> dict[str, Figures]:
+    """Ours first."""
+    return {"paged": comparison.paged, **comparison.contiguous}
+
+
+def _memory(comparison: Comparison, workload: str) -> RenderableType:
+    full = "while requests wait for memory" if comparison.paged.saturated else "not full: nobody waited"
+    title = f"KV memory, {comparison.title}, {comparison.rate:.3g} requests a second, {full}"
+    table = Table(title=title, title_justify="left", box=None)
+    for heading in ("", "", *(part for _, part, _ in PARTS), "paper: tokens"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, figures in all_figures(comparison).items():
+        shares = [getattr(figures, part) for part, _, _ in PARTS]
+        cells = [f"{share:.1%}" for share in shares]
+        published = f"{paper.FIGURES[name].tokens} %" if workload == "sharegpt" else ""
+        table.add_row(name, _bar(shares), *cells, published)
+    note = "The paper's: Figure 2, the ShareGPT trace." if workload == "sharegpt" else ""
+    return Group("", table, *([note] if note else []))
+
+
+def _bar(shares: list[float]) -> Text:
+    text, begin = Text(), 0.0
+    for share, (_, _, colour) in zip(shares, PARTS, strict=True):
+        length = round((begin + share) * _BAR) - round(begin * _BAR)
+        text.append("█" * length, style=colour)
+        begin += share
+    return text
+
+
+def _running(comparison: Comparison, workload: str) -> RenderableType:
+    table = Table(title="Requests at once and finished", title_justify="left", box=None)
+    for heading in ("", "at once", "paged: ×", "paper", "paper: ×", "finished/s", "paged: ×", "paper: ×"):
+        table.add_column(heading, justify="right" if heading else "left")
+    ours, theirs = comparison.paged, paper.FIGURES["paged"].running[workload]
+    for name, figures in all_figures(comparison).items():
+        published = paper.FIGURES[name].running[workload]
+        table.add_row(
+            name,
+            f"{figures.running:.1f}",
+            "" if name == "paged" else f"{ours.running / figures.running:.2f}",
+            f"{published:.2f}",
+            "" if name == "paged" else f"{theirs / published:.2f}",
+            f"{figures.throughput:.2f}",
+            "" if name == "paged" else f"{ours.throughput / figures.throughput:.2f}",
+            paper.RATES.get(name, "") if workload == "sharegpt" else "",
+        )
+    note = (
+        f"Preempted: {ours.preemptions}. The paper's: Figure 13, OPT-13B on an A100; "
+        "request rates that it sustains, section 6.2."
+    )
+    return Group("", table, note)
+
+
+def _rates(comparisons: list[Comparison]) -> RenderableType:
+    title = "Latency, ms for each output token (mean of a request's time by its tokens)"
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column("requests/s", justify="right")
+    names = list(all_figures(comparisons[0]))
+    for name in names:
+        table.add_column(name, justify="right")
+    for comparison in comparisons:
+        row = all_figures(comparison)
+        cells = (f"{row[name].latency * 1e3:,.0f}" for name in names)
+        table.add_row(f"{comparison.rate:.3g}", *cells)
+    return Group("", table)
+
+
+def _sharing(
+    kind: str, comparisons: Mapping[int, Comparison], published: Mapping[int, str]
+) -> RenderableType:
+    table = Table(title=f"Blocks saved by sharing among {kind}", title_justify="left", box=None)
+    for heading in (kind, "saved", "paper", "requests at once: paged", "max", "pow2", "oracle"):
+        table.add_column(heading, justify="right")
+    for width, comparison in comparisons.items():
+        running = (f"{figures.running:.1f}" for figures in all_figures(comparison).values())
+        paper_says = f"{published[width]} %" if width in published else ""
+        table.add_row(str(width), f"{comparison.paged.sharing:.1%}", paper_says, *running)
+    return Group("", table, "The paper's: Figure 15 (Alpaca), section 6.3 (ShareGPT: least and most).")
+
+
+def _prefixes(comparisons: Mapping[int, Comparison]) -> RenderableType:
+    table = Table(title="Prompts with a common beginning", title_justify="left", box=None)
+    headings = ("shared tokens", "finished/s: paged", "oracle", "×", "paper: ×", "at once: paged", "oracle")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for length, comparison in comparisons.items():
+        ours, oracle = comparison.paged, comparison.contiguous["oracle"]
+        table.add_row(
+            str(length),
+            f"{ours.throughput:.2f}",
+            f"{oracle.throughput:.2f}",
+            f"{ours.throughput / oracle.throughput:.2f}",
+            f"{paper.PREFIX_SPEEDUP[length]:.2f}",
+            f"{ours.running:.1f}",
+            f"{oracle.running:.1f}",
+        )
+    return Group("", table, "The paper's: LLaMA-13B translating WMT16, Figure 16.")
