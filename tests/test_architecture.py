@@ -39,6 +39,7 @@ LATE_IMPORTS = {
     ("minivllm.factory", "minivllm.executors.torch_"),
     ("minivllm.models.registry", "huggingface_hub"),
     ("minivllm.text.hf_tokenizer", "huggingface_hub"),
+    ("minivllm.bench.memory.plot", "matplotlib.figure"),
     ("minivllm.bench.compare", "minivllm.bench.export"),  # and with it the gguf package
     # FastAPI and its kin take half a second, which only `serve` is to cost.
     ("minivllm.server.cli", "minivllm.server.run"),
@@ -55,10 +56,17 @@ OUTSIDERS = {
     **{peer: {"minivllm.bench.peer_worker"} for peer in PEERS},
     "torch": {"minivllm.executors.torch_", "minivllm.bench.peer_worker"},
     "gguf": {"minivllm.bench.export"},
+    "matplotlib": {"minivllm.bench.memory.plot"},
     "tokenizers": {"minivllm.text"},
     "jinja2": {"minivllm.text"},
     "huggingface_hub": {"minivllm.models.registry", "minivllm.text.hf_tokenizer"},
-    "rich": {"minivllm.llm", "minivllm.cli", "minivllm.bench.cli", "minivllm.server.cli"},
+    "rich": {
+        "minivllm.llm",
+        "minivllm.cli",
+        "minivllm.bench.cli",
+        "minivllm.bench.memory.report",
+        "minivllm.server.cli",
+    },
     "typer": {"minivllm.cli", "minivllm.cli_options", "minivllm.bench.cli", "minivllm.server.cli"},
     **{name: {"minivllm.server"} for name in SERVER_PACKAGES},
 }

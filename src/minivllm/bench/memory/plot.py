@@ -22,7 +22,7 @@ def write_png(report: MemoryReport, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("pictures need matplotlib: pip install 'minivllm[plot]'") from error
+        raise ConfigError("pictures need matplotlib: pip install 'minivllm[bench]'") from error
     figure = Figure(figsize=(12, 8.5), layout="constrained")  # without pyplot: no window, no global state
     axes = figure.subplots(2, 2)
     _draw_memory(axes[0, 0], report)
@@ -44,13 +44,13 @@ def _draw_memory(axes: Any, report: MemoryReport) -> None:
     """Stacked bars: ours, and the paper's Figure 2 where the workload is its own."""
     bars: list[tuple[str, list[float]]] = []
     for name, figures in all_figures(report.schemes).items():
-        bars.append((f"{name}\nhere", [100 * getattr(figures, part) for part, _, _ in PARTS]))
+        bars.append((f"{name}\nhere", [100 * getattr(figures, part) for part, _ in PARTS]))
         if report.setting.workload == "sharegpt":
             published = paper.FIGURES[name]
             shares = [published.tokens, published.reserved, published.internal, published.external]
             bars.append((f"{name}\npaper", [share or 0.0 for share in shares]))
     bottoms = [0.0] * len(bars)
-    for i, (_, part, _) in enumerate(PARTS):
+    for i, (_, part) in enumerate(PARTS):
         heights = [shares[i] for _, shares in bars]
         axes.bar([label for label, _ in bars], heights, 0.75, bottoms, label=part, color=_COLOURS[i])
         for x, (height, bottom) in enumerate(zip(heights, bottoms, strict=True)):
@@ -75,9 +75,14 @@ def _draw_running(axes: Any, report: MemoryReport) -> None:
 def _draw_rates(axes: Any, report: MemoryReport) -> None:
     rates = [comparison.rate for comparison in report.rates]
     for name in all_figures(report.rates[0]):
-        latencies = [all_figures(comparison)[name].latency * 1e3 for comparison in report.rates]
-        axes.plot(rates, latencies, marker="o", label=name)
+        its_own = [all_figures(comparison)[name].latency * 1e3 for comparison in report.rates]
+        axes.plot(rates, its_own, marker="o", label=name)
     axes.set_yscale("log")
+    ticks = [digit * 10**power for power in range(1, 6) for digit in (1, 2, 5)]
+    axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+    latencies = [figures.latency * 1e3 for c in report.rates for figures in all_figures(c).values()]
+    axes.set_ylim(min(latencies) / 1.3, max(latencies) * 1.3)
     axes.set_xlabel("requests a second")
     axes.set_ylabel("ms for each output token")
     axes.set_title("Latency")

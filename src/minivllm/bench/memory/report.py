@@ -10,13 +10,14 @@ from minivllm.bench.memory import paper
 from minivllm.bench.memory.measure import Comparison, MemoryReport
 from minivllm.bench.memory.trace import Figures
 
-PARTS = (  # share, what it is, colour in the terminal
-    ("tokens", "tokens", "green"),
-    ("reserved", "empty, will be filled", "yellow"),
-    ("internal", "empty, held for nothing", "red"),
-    ("external", "held by nobody", "bright_black"),
+PARTS = (  # share, what it is
+    ("tokens", "tokens"),
+    ("reserved", "empty, will be filled"),
+    ("internal", "empty, held for nothing"),
+    ("external", "held by nobody"),
 )
-_BAR = 50  # characters
+_STYLES = (("█", "green"), ("▓", "yellow"), ("▒", "red"), ("░", "bright_black"))
+_BAR = 40  # characters
 
 
 def print_report(report: MemoryReport, console: Console) -> None:
@@ -47,10 +48,11 @@ def _memory(comparison: Comparison, workload: str) -> RenderableType:
     full = "while requests wait for memory" if comparison.paged.saturated else "not full: nobody waited"
     title = f"KV memory, {comparison.title}, {comparison.rate:.3g} requests a second, {full}"
     table = Table(title=title, title_justify="left", box=None)
-    for heading in ("", "", *(part for _, part, _ in PARTS), "paper: tokens"):
+    parts = (f"{mark} {part}" for (_, part), (mark, _) in zip(PARTS, _STYLES, strict=True))
+    for heading in ("", "", *parts, "paper: tokens"):
         table.add_column(heading, justify="right" if heading else "left")
     for name, figures in all_figures(comparison).items():
-        shares = [getattr(figures, part) for part, _, _ in PARTS]
+        shares = [getattr(figures, part) for part, _ in PARTS]
         cells = [f"{share:.1%}" for share in shares]
         published = f"{paper.FIGURES[name].tokens} %" if workload == "sharegpt" else ""
         table.add_row(name, _bar(shares), *cells, published)
@@ -60,9 +62,9 @@ def _memory(comparison: Comparison, workload: str) -> RenderableType:
 
 def _bar(shares: list[float]) -> Text:
     text, begin = Text(), 0.0
-    for share, (_, _, colour) in zip(shares, PARTS, strict=True):
+    for share, (mark, colour) in zip(shares, _STYLES, strict=True):
         length = round((begin + share) * _BAR) - round(begin * _BAR)
-        text.append("█" * length, style=colour)
+        text.append(mark * length, style=colour)
         begin += share
     return text
 

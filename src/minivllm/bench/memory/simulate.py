@@ -90,6 +90,8 @@ class RecordingExecutor:
 def occupancy(tables: IntArray, context_lens: IntArray, geometry: KVGeometry) -> tuple[int, int, int]:
     """Slots that hold a token, the blocks they are in, and the blocks that it would take without sharing.
 
+    Not counted is who has blocks and is not in the batch: samples that wait for a sibling when they resume.
+
     Args:
         tables: [S, W] block ids in order.
         context_lens: [S] tokens of each sequence in the cache.
@@ -112,7 +114,8 @@ def simulated_step(batch: Batch, sampling: SamplingBatch) -> StepResult:
     """
     own = _mixed(batch.token_ids[batch.logit_rows].astype(np.uint64) + sampling.position.astype(np.uint64))
     drawn = _mixed(
-        _mixed(sampling.seed + sampling.choice.astype(np.uint64)) + sampling.position.astype(np.uint64)
+        _mixed(_mixed(sampling.seed) + sampling.choice.astype(np.uint64))
+        + sampling.position.astype(np.uint64)
     )
     most = int(sampling.num_logprobs.max(initial=0))
     likeliest = _mixed((drawn ^ own)[:, None] + np.arange(most, dtype=np.uint64))  # [R, K]

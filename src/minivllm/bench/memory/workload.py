@@ -84,9 +84,9 @@ class Arrival:
 
 
 def arrivals(workload: Workload, count: int, rate: float, seed: int) -> list[Arrival]:
-    """Poisson arrivals at ``rate`` a second. The same seed gives the same lengths at every rate."""
-    rng = np.random.default_rng(seed)
-    prompts = workload.prompt.draw(rng, count) + workload.shared_len
-    outputs = workload.output.draw(rng, count)
-    times = np.cumsum(rng.exponential(1, count)) / rate
+    """Poisson arrivals at ``rate`` a second. The same seed gives the same requests at every rate."""
+    for_prompts, for_outputs, for_times = (np.random.default_rng((seed, i)) for i in range(3))
+    prompts = workload.prompt.draw(for_prompts, count) + workload.shared_len
+    outputs = workload.output.draw(for_outputs, count)
+    times = np.cumsum(for_times.exponential(1, count)) / rate
     return [Arrival(*row) for row in zip(times.tolist(), prompts.tolist(), outputs.tolist(), strict=True)]
