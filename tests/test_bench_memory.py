@@ -296,7 +296,7 @@ def test_the_papers_figures_are_bars() -> None:
 
 
 def test_paging_is_worth_what_it_should_be() -> None:
-    found = _Runner(Setting(), lambda note: None).compare(SHAREGPT, 300, 3.4)
+    found = _Runner(Setting(), lambda note: None).compare(SHAREGPT, 240, 3.4)
     ours, others = found.paged, found.contiguous
     assert ours.saturated and ours.waste < 0.04 and ours.internal < 0.02
     assert ours.running >= 2 * others["max"].running

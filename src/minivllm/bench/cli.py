@@ -165,7 +165,9 @@ def memory(
     workload: Annotated[str, typer.Option("--workload", help="sharegpt or alpaca: lengths like theirs.")] = (
         Setting.workload
     ),
-    requests: Annotated[int, typer.Option("--requests", help="In each run.")] = Setting.requests,
+    requests: Annotated[
+        int | None, typer.Option("--requests", help="In a run; default: several times what fits at once.")
+    ] = None,
     rate: Annotated[
         float | None,
         typer.Option("--rate", help="Requests a second, Poisson; default: twice what can be finished."),
@@ -180,7 +182,7 @@ def memory(
     max_model_len: Annotated[
         int, typer.Option("--max-model-len", help='What "max" reserves for each request.')
     ] = Setting.max_model_len,
-    max_num_batched_tokens: MaxBatchedTokens = 512,
+    max_num_batched_tokens: MaxBatchedTokens = Setting.max_num_batched_tokens,
     real: Annotated[
         str | None, typer.Option("--real", metavar="MODEL", help="Run this model, and not a simulation.")
     ] = None,

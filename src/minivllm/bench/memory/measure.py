@@ -34,6 +34,9 @@ WIDTHS = (2, 4, 6)
 PREFIXES = (80, 341)
 LOADS = (0.5, 0.75, 1.0, 1.25)  # in multiples of what the paged engine finishes
 
+#: In a run: several times as many as the pool holds at once
+_REQUESTS = {"sharegpt": 240, "alpaca": 1200, "translation": 600}
+
 Progress = Callable[[str], None]
 
 
@@ -42,21 +45,21 @@ class Setting:
     """What is run. Tokens in the KV memory: ``num_blocks`` × ``block_size``, for every scheme."""
 
     workload: str = "sharegpt"
-    requests: int = 300
+    requests: int | None = None  #: None: enough to fill the pool for a while
     rate: float | None = None  #: requests a second; None: twice what the pool should be able to finish
     seed: int = 0
     block_size: int = 16
     num_blocks: int | None = None  #: None: as many tokens as the paper's pool has
     max_model_len: int = MAX_MODEL_LEN
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 1024  #: so many that memory is the limit
     real: str | None = None  #: a model to run instead of the simulation
     quantization: str = "auto"  #: of its weights
 
     def __post_init__(self) -> None:
         if self.workload not in WORKLOADS:
             raise ConfigError(f"there is no workload {self.workload!r}; use {' or '.join(WORKLOADS)}")
-        if self.requests < 1:
+        if self.requests is not None and self.requests < 1:
             raise ConfigError(f"requests is {self.requests}; it must be at least 1")
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; it must be 0 or more")
@@ -129,26 +132,27 @@ def measure(setting: Setting, progress: Progress) -> MemoryReport:
     """
     runner = _Runner(setting, progress)
     workload = WORKLOADS[setting.workload]
+    count = setting.requests or _REQUESTS[setting.workload]
     rate = setting.rate or 2 * _expected_throughput(workload, setting.slots, runner.cost)
 
     def some(divisor: int) -> int:
-        """So much smaller runs where there are several, or each request has several sequences."""
-        return max(1, setting.requests // divisor)
+        """Smaller runs where there are several, or each request has several sequences."""
+        return max(1, count * 2 // (3 * divisor))
 
-    schemes = runner.compare(workload, setting.requests, rate)
+    schemes = runner.compare(workload, count, rate)
     rates = []
     if setting.real is None:
         for load in LOADS:
             rates.append(runner.compare(workload, some(2), load * schemes.paged.throughput))
     samples, beams = {}, {}
     for width in WIDTHS:
-        samples[width] = runner.compare(workload, some(4), rate, Decoding(samples=width))
-        beams[width] = runner.compare(workload, some(4), rate, Decoding(beams=width))
+        samples[width] = runner.compare(workload, some(width), rate, Decoding(samples=width))
+        beams[width] = runner.compare(workload, some(width), rate, Decoding(beams=width))
     prefixes = {}
     for length in PREFIXES:
         shared = replace(TRANSLATION, shared_len=length)
         rate = 2 * _expected_throughput(shared, setting.slots, runner.cost)
-        prefixes[length] = runner.compare(shared, setting.requests, rate)
+        prefixes[length] = runner.compare(shared, setting.requests or _REQUESTS["translation"], rate)
     return MemoryReport(setting, str(workload), runner.cost, schemes, rates, samples, beams, prefixes)
 
 

@@ -12,9 +12,9 @@ from minivllm.bench.memory.trace import Figures
 
 PARTS = (  # share, what it is
     ("tokens", "tokens"),
-    ("reserved", "empty, will be filled"),
-    ("internal", "empty, held for nothing"),
-    ("external", "held by nobody"),
+    ("reserved", "reserved"),
+    ("internal", "lost"),
+    ("external", "free"),
 )
 _STYLES = (("█", "green"), ("▓", "yellow"), ("▒", "red"), ("░", "bright_black"))
 _BAR = 40  # characters
@@ -56,8 +56,11 @@ def _memory(comparison: Comparison, workload: str) -> RenderableType:
         cells = [f"{share:.1%}" for share in shares]
         published = f"{paper.FIGURES[name].tokens} %" if workload == "sharegpt" else ""
         table.add_row(name, _bar(shares), *cells, published)
-    note = "The paper's: Figure 2, the ShareGPT trace." if workload == "sharegpt" else ""
-    return Group("", table, *([note] if note else []))
+    note = (
+        "Reserved: empty, its holder will fill it. Lost: empty, its holder has no use for it. "
+        "Free: held by nobody, or lost between pieces of the wrong size."
+    )
+    return Group("", table, note, *(["The paper's: Figure 2."] if workload == "sharegpt" else []))
 
 
 def _bar(shares: list[float]) -> Text:
