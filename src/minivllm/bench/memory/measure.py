@@ -35,7 +35,7 @@ PREFIXES = (80, 341)
 LOADS = (0.5, 0.75, 1.0, 1.25)  # in multiples of what the paged engine finishes
 
 #: In a run: several times as many as the pool holds at once
-_REQUESTS = {"sharegpt": 240, "alpaca": 1200, "translation": 600}
+_REQUESTS = {"sharegpt": 240, "alpaca": 1200, "translation": 400}
 
 Progress = Callable[[str], None]
 
@@ -137,17 +137,17 @@ def measure(setting: Setting, progress: Progress) -> MemoryReport:
 
     def some(divisor: int) -> int:
         """Smaller runs where there are several, or each request has several sequences."""
-        return max(1, count * 2 // (3 * divisor))
+        return max(1, count // divisor)
 
     schemes = runner.compare(workload, count, rate)
     rates = []
     if setting.real is None:
         for load in LOADS:
-            rates.append(runner.compare(workload, some(2), load * schemes.paged.throughput))
+            rates.append(runner.compare(workload, some(4), load * schemes.paged.throughput))
     samples, beams = {}, {}
     for width in WIDTHS:
-        samples[width] = runner.compare(workload, some(width), rate, Decoding(samples=width))
-        beams[width] = runner.compare(workload, some(width), rate, Decoding(beams=width))
+        samples[width] = runner.compare(workload, some(4), rate, Decoding(samples=width))
+        beams[width] = runner.compare(workload, some(6), rate, Decoding(beams=width))
     prefixes = {}
     for length in PREFIXES:
         shared = replace(TRANSLATION, shared_len=length)

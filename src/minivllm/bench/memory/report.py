@@ -114,12 +114,24 @@ def _sharing(
     kind: str, comparisons: Mapping[int, Comparison], published: Mapping[int, str]
 ) -> RenderableType:
     table = Table(title=f"Blocks saved by sharing among {kind}", title_justify="left", box=None)
-    for heading in (kind, "saved", "paper", "requests at once: paged", "max", "pow2", "oracle"):
+    headings = (
+        kind,
+        "saved",
+        "paper",
+        "at once: paged",
+        "max",
+        "pow2",
+        "oracle",
+        "finished/s: paged",
+        "oracle",
+    )
+    for heading in headings:
         table.add_column(heading, justify="right")
     for width, comparison in comparisons.items():
         running = (f"{figures.running:.1f}" for figures in all_figures(comparison).values())
         paper_says = f"{published[width]} %" if width in published else ""
-        table.add_row(str(width), f"{comparison.paged.sharing:.1%}", paper_says, *running)
+        finished = (f"{f.throughput:.2f}" for f in (comparison.paged, comparison.contiguous["oracle"]))
+        table.add_row(str(width), f"{comparison.paged.sharing:.1%}", paper_says, *running, *finished)
     return Group("", table, "The paper's: Figure 15 (Alpaca), section 6.3 (ShareGPT: least and most).")
 
 
