@@ -335,6 +335,7 @@ def test_the_command_reports_draws_and_repeats(tmp_path: Path) -> None:
         (["--block-size", "0"], "block_size is 0"),
         (["--num-blocks", "9"], "the pool holds 144 tokens"),
         (["--max-model-len", "100"], "max_model_len is 100"),
+        (["--max-model-len", "2500"], "6 contiguous pieces of 4,096"),
         (["--max-num-batched-tokens", "3"], "max_num_batched_tokens 3"),
         (["--real", "absent"], "no model 'absent'"),
         (["--requests", "2", "--png", "/absent/x.png"], "/absent/x.png"),

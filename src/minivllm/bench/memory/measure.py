@@ -78,10 +78,11 @@ class Setting:
                 f"max_num_seqs is {self.max_num_seqs} and max_num_batched_tokens "
                 f"{self.max_num_batched_tokens}; {max(WIDTHS)} samples need as many of both"
             )
-        if self.slots < max(WIDTHS) * self.max_model_len:
+        piece = 1 << (self.max_model_len - 1).bit_length()
+        if self.slots < max(WIDTHS) * piece:
             raise ConfigError(
                 f"the pool holds {self.slots:,} tokens; {max(WIDTHS)} samples of max_model_len "
-                f"{self.max_model_len:,} need {max(WIDTHS) * self.max_model_len:,}"
+                f"{self.max_model_len:,} need {max(WIDTHS)} contiguous pieces of {piece:,}"
             )
 
     @property
