@@ -20,7 +20,7 @@ from minivllm.bench.memory.contiguous import (
     run_contiguous,
 )
 from minivllm.bench.memory.cost import CostModel, fit
-from minivllm.bench.memory.measure import COST, Setting, _Runner
+from minivllm.bench.memory.measure import COST, Setting, _Runner, measure
 from minivllm.bench.memory.simulate import (
     Decoding,
     RecordingExecutor,
@@ -319,9 +319,10 @@ def test_the_command_reports_draws_and_repeats(tmp_path: Path) -> None:
     for words in ("16,000 tokens", "paged", "oracle", "132.44", "37.56 %", "among beams", "3.58"):
         assert words in shown.stdout
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
-    first, second = (json.loads(mini_vllm(*command, "--json").stdout) for _ in range(2))
-    assert first == second
-    assert first["schemes"]["contiguous"]["max"]["name"] == "max" and len(first["rates"]) == 4
+    told = json.loads(mini_vllm(*command, "--json").stdout)
+    here = measure(Setting(workload="alpaca", requests=12, num_blocks=1000), lambda note: None)
+    assert told == json.loads(json.dumps(here.as_json()))
+    assert told["schemes"]["contiguous"]["max"]["name"] == "max" and len(told["rates"]) == 4
 
 
 @pytest.mark.parametrize(

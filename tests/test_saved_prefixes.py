@@ -103,7 +103,8 @@ def test_a_fresh_process_restores_it(saved: Path) -> None:
 from test_saved_prefixes import *
 engine = NATIVE.engine()
 engine.load_prefix_cache({str(saved)!r})
-print(answer(engine, PROMPT, PARAMS))
+output = answer(engine, PROMPT, PARAMS)
+print((output.num_cached_tokens, output.outputs))
 """
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     result = subprocess.run(
@@ -112,7 +113,7 @@ print(answer(engine, PROMPT, PARAMS))
     )  # fmt: skip
     expected = answer(filled(), PROMPT, PARAMS)
     assert expected.num_cached_tokens > 0
-    assert result.stdout.strip() == repr(replace(expected, request_id="0"))
+    assert result.stdout.strip() == repr((expected.num_cached_tokens, expected.outputs))
 
 
 @pytest.mark.torch

@@ -10,7 +10,7 @@ from rich.console import Console
 from minivllm.bench.measure import Plan, measure, plan
 from minivllm.bench.memory.measure import Setting
 from minivllm.bench.memory.measure import measure as measure_memory
-from minivllm.bench.memory.plot import write_png
+from minivllm.bench.memory.plot import check_png, write_png
 from minivllm.bench.memory.report import print_report
 from minivllm.config import Dtype, EngineConfig
 from minivllm.models.pull import MODEL_ALIASES
@@ -217,6 +217,8 @@ def memory(
         real=real,
         quantization=quantization,
     )
+    if png is not None:
+        check_png(png)
     with notes.status("starting") as status:
         report = measure_memory(setting, status.update)
     if as_json:

@@ -12,17 +12,28 @@ _COLOURS = ("#2a9d5c", "#e9c46a", "#d1495b", "#b8bcc2")
 _OURS, _PAPERS = "#26547c", "#a9bcd0"
 
 
-def write_png(report: MemoryReport, path: Path) -> None:
-    """Draw and write it.
+def check_png(path: Path) -> None:
+    """Find out before the work whether a picture can be written there in the end.
 
     Raises:
-        ConfigError: matplotlib is not installed.
-        OSError: the file cannot be written.
+        ConfigError: there is no such directory, or matplotlib is not installed.
     """
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no directory {path.parent}")
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ConfigError("pictures need matplotlib: pip install 'minivllm[bench]'") from error
+
+
+def write_png(report: MemoryReport, path: Path) -> None:
+    """Draw and write it; ``check_png`` has been asked.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 8.5), layout="constrained")  # without pyplot: no window, no global state
     axes = figure.subplots(2, 2)
     _draw_memory(axes[0, 0], report)
