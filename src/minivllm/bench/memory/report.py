@@ -81,7 +81,7 @@ def _running(comparison: Comparison, workload: str) -> RenderableType:
         published = paper.FIGURES[name].running[workload]
         table.add_row(
             name,
-            f"{figures.running:.1f}",
+            _at_once(figures),
             "" if name == "paged" else f"{ours.running / figures.running:.2f}",
             f"{published:.2f}",
             "" if name == "paged" else f"{theirs / published:.2f}",
@@ -94,6 +94,10 @@ def _running(comparison: Comparison, workload: str) -> RenderableType:
         "request rates that it sustains, section 6.2."
     )
     return Group("", table, note)
+
+
+def _at_once(figures: Figures) -> str:
+    return f"{figures.running:.1f}" if figures.saturated else f"{figures.running:.1f}+"
 
 
 def _rates(comparisons: list[Comparison]) -> RenderableType:
@@ -128,11 +132,14 @@ def _sharing(
     for heading in headings:
         table.add_column(heading, justify="right")
     for width, comparison in comparisons.items():
-        running = (f"{figures.running:.1f}" for figures in all_figures(comparison).values())
+        running = map(_at_once, all_figures(comparison).values())
         paper_says = f"{published[width]} %" if width in published else ""
         finished = (f"{f.throughput:.2f}" for f in (comparison.paged, comparison.contiguous["oracle"]))
         table.add_row(str(width), f"{comparison.paged.sharing:.1%}", paper_says, *running, *finished)
-    return Group("", table, "The paper's: Figure 15 (Alpaca), section 6.3 (ShareGPT: least and most).")
+    note = (
+        "The paper's: Figure 15 (Alpaca), section 6.3 (ShareGPT: least and most). +: more would have fitted."
+    )
+    return Group("", table, note)
 
 
 def _prefixes(comparisons: Mapping[int, Comparison]) -> RenderableType:
@@ -148,7 +155,7 @@ def _prefixes(comparisons: Mapping[int, Comparison]) -> RenderableType:
             f"{oracle.throughput:.2f}",
             f"{ours.throughput / oracle.throughput:.2f}",
             f"{paper.PREFIX_SPEEDUP[length]:.2f}",
-            f"{ours.running:.1f}",
-            f"{oracle.running:.1f}",
+            _at_once(ours),
+            _at_once(oracle),
         )
     return Group("", table, "The paper's: LLaMA-13B translating WMT16, Figure 16.")
