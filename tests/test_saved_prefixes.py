@@ -27,8 +27,9 @@ from minivllm.block_allocator import create_block_allocator
 from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import ConfigError, PrefixCacheError
+from minivllm.executors.native import NativeExecutor
 from minivllm.kv_cache.kv_cache import KVCache
-from minivllm.kv_cache.kv_pool import KVGeometry
+from minivllm.kv_cache.kv_pool import KVGeometry, KVPool
 from minivllm.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.9, seed=3, logprobs=5, ignore_eos=True)
@@ -98,6 +99,24 @@ def test_a_restored_cache_answers_bit_for_bit(dtype: str, other: dict[str, int],
         assert same(alone, restored)
 
 
+def test_an_8_bit_cache_is_saved_with_its_scales(saved: Path, tmp_path: Path) -> None:
+    def engine() -> InferenceEngine:
+        engine = NATIVE.engine()
+        geometry = replace(engine.kv_cache.geometry, dtype="int8")
+        engine.kv_cache.geometry = geometry
+        engine.executor = NativeExecutor(tiny_checkpoint(), KVPool.reserve(geometry), "float32", 2)
+        return engine
+
+    first, second = engine(), engine()
+    answer(first, PROMPT, PARAMS)
+    first.save_prefix_cache(tmp_path / "saved")
+    second.load_prefix_cache(tmp_path / "saved")
+    assert contents(second) == contents(first)
+    restored = answer(second, PROMPT, PARAMS)
+    assert restored.num_cached_tokens == 96 and same(answer(first, PROMPT, PARAMS), restored)
+    refused(engine(), saved, "kv_cache_dtype 'float32', but here it is 'int8'")
+
+
 def test_a_fresh_process_restores_it(saved: Path) -> None:
     script = f"""
 from test_saved_prefixes import *
@@ -119,7 +138,6 @@ print((output.num_cached_tokens, output.outputs))
 @pytest.mark.torch
 def test_the_torch_executor_saves_and_restores_too(tmp_path: Path) -> None:
     from minivllm.executors.torch_ import TorchExecutor
-    from minivllm.kv_cache.kv_pool import KVPool
 
     def torch_engine() -> InferenceEngine:
         engine = Setup(dtype="bfloat16").engine()
@@ -369,9 +387,6 @@ def test_other_instruction_sets_refuse_it(saved: Path, monkeypatch: pytest.Monke
 
 
 def test_quantized_weights_are_other_weights(saved: Path, tmp_path: Path) -> None:
-    from minivllm.executors.native import NativeExecutor
-    from minivllm.kv_cache.kv_pool import KVPool
-
     engine = NATIVE.engine()
     pool = KVPool.reserve(engine.kv_cache.geometry)
     engine.executor = NativeExecutor(tiny_checkpoint(), pool, "float32", 2, "int8")
