@@ -103,7 +103,7 @@ class Admission:
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
-            group=SequenceGroup(sequences, _priority(priority), num_beams=0 if search is None else params.n),
+            group=SequenceGroup(sequences, params.n, _priority(priority)),
             params=params,
             builders=[OutputBuilder(sequence, self.tokenizer) for sequence in sequences],
             search=search,

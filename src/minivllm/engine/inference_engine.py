@@ -29,7 +29,7 @@ from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.sampler import row_without_token, sampling_batch
 from minivllm.sampling_params import BeamSearchParams, SamplingParams
 from minivllm.scheduler import Scheduler
-from minivllm.sequence import ScheduledSequence, Sequence
+from minivllm.sequence import Sequence, logit_rows
 from minivllm.text.chat_template import render_chat
 from minivllm.text.tokenizer import Tokenizer
 
@@ -247,7 +247,7 @@ class InferenceEngine:
         plan = self.scheduler.schedule()
         if not plan:
             return
-        rows, positions = _logit_rows(plan)
+        rows, positions = logit_rows(plan)
         try:
             result = self.executor.execute(self.kv_cache.batch(plan), sampling_batch(rows, positions))
         except Exception as error:
@@ -417,16 +417,3 @@ class InferenceEngine:
         while request_id in self._requests:  # a client chose it
             request_id += "_"
         return request_id
-
-
-def _logit_rows(plan: Seq[ScheduledSequence]) -> tuple[list[Sequence], list[int]]:
-    """For each logit row of the plan's Batch: whose token it yields, and the index of that token there."""
-    sequences: list[Sequence] = []
-    positions: list[int] = []
-    for sequence, _, num_scored, draws in plan:
-        first = sequence.num_computed_tokens + 1
-        positions += range(first, first + num_scored)
-        positions += [len(child.token_ids) for child in draws]
-        sequences += [sequence] * num_scored
-        sequences += draws
-    return sequences, positions
