@@ -106,9 +106,9 @@ void Decoder::check(const Batch& b) const {
 
 CacheLayer Decoder::cache_layer(int64_t layer) const {
     const ModelConfig& c = model_.config;
-    const int64_t half = pool_.num_blocks * c.num_kv_heads * pool_.block_size * c.head_dim * number_size(pool_.number);
+    const int64_t half = pool_.num_blocks * c.num_kv_heads * pool_.block_size * cell_bytes(pool_.format, c.head_dim);
     char* keys = static_cast<char*>(pool_.data) + 2 * layer * half;
-    return {pool_.number, keys, keys + half, c.num_kv_heads, pool_.block_size, c.head_dim};
+    return {pool_.format, keys, keys + half, c.num_kv_heads, pool_.block_size, c.head_dim};
 }
 
 void Decoder::copy_blocks(const Batch& batch) {
@@ -118,7 +118,7 @@ void Decoder::copy_blocks(const Batch& batch) {
     threads_.run(2 * c.num_layers, [&](int64_t piece, int) {
         const CacheLayer layer = cache_layer(piece / 2);
         char* data = static_cast<char*>(piece % 2 ? layer.values : layer.keys);
-        const int64_t slot_bytes = c.head_dim * number_size(pool_.number), head_bytes = slot_bytes * pool_.block_size;
+        const int64_t slot_bytes = cell_bytes(pool_.format, c.head_dim), head_bytes = slot_bytes * pool_.block_size;
         for (int64_t i = 0; i < batch.block_copies.size; i += 3) {
             const int64_t source = batch.block_copies[i], destination = batch.block_copies[i + 1];
             for (int64_t head = 0; head < c.num_kv_heads; head++)

@@ -31,10 +31,10 @@ struct Batch {
     Array<int32_t> block_copies;  // [C, 3]
 };
 
-// minivllm.kv_cache.kv_pool: the memory [layers][K, V][blocks][kv_heads][block_size][head_dim], owned by the caller.
+// minivllm.kv_cache.kv_pool: the memory [layers][K, V][blocks][kv_heads][block_size] cells, owned by the caller.
 struct Pool {
     void* data;
-    Number number;
+    CacheFormat format;
     int64_t num_blocks, block_size;
 };
 

@@ -53,17 +53,24 @@ class Setup:
     budget: int = 64
     max_num_seqs: int = 16
     dtype: str = "float32"
+    kv_dtype: str | None = None  #: None: as dtype
     threads: int = 2
     eos: tuple[int, ...] = (EOS,)
     tokenizer: bool = True
     seed: int = 0
     prefix_caching: bool = True
+    chat_template: str | None = None
     checkpoint: Checkpoint | None = None  #: of the shape TINY, for "native"; None: ``tiny_checkpoint``
 
     def engine(self) -> InferenceEngine:
         """A fresh engine; ``max_model_len`` is the pool's, or the tiny model's."""
         geometry = KVGeometry(
-            TINY.num_layers, self.num_blocks, TINY.num_kv_heads, self.block_size, TINY.head_dim, self.dtype
+            TINY.num_layers,
+            self.num_blocks,
+            TINY.num_kv_heads,
+            self.block_size,
+            TINY.head_dim,
+            self.kv_dtype or self.dtype,
         )
         executor: Any = FakeExecutor(geometry)
         if self.model == "native":
@@ -76,7 +83,7 @@ class Setup:
             executor=executor,
             kv_cache=kv_cache,
             scheduler=Scheduler(kv_cache, self.budget, self.max_num_seqs),
-            tokenizer=byte_tokenizer() if self.tokenizer else None,
+            tokenizer=byte_tokenizer(self.chat_template) if self.tokenizer else None,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=self.eos,
             max_model_len=min(TINY.max_position, geometry.num_slots),

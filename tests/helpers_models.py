@@ -1,6 +1,7 @@
 """Tiny checkpoints in every format, written by the formats' own libraries; and ways to damage files."""
 
 import json
+import string
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from minivllm.errors import ModelError
 from minivllm.models.registry import load_checkpoint
@@ -78,6 +80,8 @@ OUR_NAMES = {
 }
 
 Tensors = dict[str, np.ndarray[Any, Any]]
+#: The tokens of ``write_tiny_model``.
+CHARACTERS = ["<eos>", *(string.ascii_lowercase + " .,:;!?-'()0123")][:VOCAB]
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]]) -> Tensors:
@@ -253,3 +257,16 @@ def load_or_refuse(load: Callable[[], object]) -> bool:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < MEMORY_LIMIT, f"{peak} bytes were allocated"
+
+
+def write_tiny_model(directory: Path) -> Path:
+    """A tiny random Llama with a tokenizer of single characters and a chat template."""
+    write_hf(directory, LLAMA_CONFIG | {"eos_token_id": 0}, llama_tensors())
+    backend = Tokenizer(models.BPE({c.replace(" ", "Ġ"): i for i, c in enumerate(CHARACTERS)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    backend.save(str(directory / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}. {% endfor %}"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return directory

@@ -23,8 +23,8 @@ RUNGS = [
     {"executors"},
     {"engine"},
     {"factory"},
-    {"llm", "bench"},
     {"cli_options"},
+    {"llm", "bench", "server"},
     {"cli"},
 ]
 #: Within a rung, with the reason.
@@ -40,9 +40,16 @@ LATE_IMPORTS = {
     ("minivllm.models.registry", "huggingface_hub"),
     ("minivllm.text.hf_tokenizer", "huggingface_hub"),
     ("minivllm.bench.compare", "minivllm.bench.export"),  # and with it the gguf package
+    # FastAPI and its kin take half a second, which only `serve` is to cost.
+    ("minivllm.server.cli", "minivllm.server.run"),
+    ("minivllm.server.cli", "minivllm.server.settings"),
     # A script that another Python runs, which has one of them.
     *(("minivllm.bench.peer_worker", peer) for peer in PEERS),
 }
+SERVER_PACKAGES = (
+    "fastapi", "jiter", "prometheus_client", "pydantic", "pydantic_core", "starlette", "typing_extensions",
+    "uvicorn",
+)  # fmt: skip
 #: Who may import what is not ours; numpy and the standard library are everybody's.
 OUTSIDERS = {
     **{peer: {"minivllm.bench.peer_worker"} for peer in PEERS},
@@ -51,8 +58,9 @@ OUTSIDERS = {
     "tokenizers": {"minivllm.text"},
     "jinja2": {"minivllm.text"},
     "huggingface_hub": {"minivllm.models.registry", "minivllm.text.hf_tokenizer"},
-    "rich": {"minivllm.llm", "minivllm.cli", "minivllm.bench.cli"},
-    "typer": {"minivllm.cli", "minivllm.cli_options", "minivllm.bench.cli"},
+    "rich": {"minivllm.llm", "minivllm.cli", "minivllm.bench.cli", "minivllm.server.cli"},
+    "typer": {"minivllm.cli", "minivllm.cli_options", "minivllm.bench.cli", "minivllm.server.cli"},
+    **{name: {"minivllm.server"} for name in SERVER_PACKAGES},
 }
 #: `_core` holds the allocator, the decoder and the machine's limits; each has one face.
 CORE_USERS = {"minivllm.block_allocator.native", "minivllm.executors.native", "minivllm.bench.machine"}

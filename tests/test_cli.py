@@ -2,32 +2,17 @@
 
 import json
 import os
-import string
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers_models import LLAMA_CONFIG, VOCAB, llama_tensors, write_hf
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-CHARACTERS = ["<eos>", *(string.ascii_lowercase + " .,:;!?-'()0123")][:VOCAB]
+from helpers_models import CHARACTERS, write_tiny_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama with a tokenizer of single characters and a chat template."""
-    directory = write_hf(
-        tmp_path_factory.mktemp("model"), LLAMA_CONFIG | {"eos_token_id": 0}, llama_tensors()
-    )
-    backend = Tokenizer(models.BPE({c.replace(" ", "Ġ"): i for i, c in enumerate(CHARACTERS)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>"])
-    backend.save(str(directory / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}. {% endfor %}"
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return directory
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def mini_vllm(

@@ -601,10 +601,11 @@ def answers(
     return [(c.token_ids, c.logprobs, c.cumulative_logprob, c.finish_reason) for c in completions], engine
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "int8"])
 def alone(request: pytest.FixtureRequest) -> tuple[Setup, list[Any]]:
     """What each of 32 requests is answered when it has a native engine for itself."""
-    setup = Setup("native", num_blocks=64, budget=512, max_num_seqs=32, dtype=request.param)
+    dtype = "bfloat16" if request.param == "int8" else request.param
+    setup = Setup("native", num_blocks=64, budget=512, max_num_seqs=32, dtype=dtype, kv_dtype=request.param)
     return setup, [answers(setup, [wish])[0][0] for wish in mixed_requests(32)]
 
 

@@ -298,6 +298,7 @@ def test_sizes_that_cannot_be_are_refused_with_the_numbers(settings: dict[str, i
         ({"device": "cuda"}, "the native executor runs on the CPU"),
         ({"executor": "torch", "threads": 2}, "threads is 2, but it is the native executor's"),
         ({"quantization": "awq"}, "quantization is 'awq'; use one of 'auto', 'int8', 'int4'"),
+        ({"executor": "torch", "kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8', but the torch"),
         ({"executor": "torch", "quantization": "int8"}, "the torch executor keeps weights in dtype"),
         ({"num_blocks": 4, "kv_cache_memory": 4}, "set one of them"),
         ({"model": ""}, "model is ''"),
@@ -315,7 +316,7 @@ def test_config_keeps_numpy_integers_as_ints() -> None:
 
 
 def test_a_dtype_that_is_asked_for_is_what_the_weights_get() -> None:
-    assert EngineConfig("m", quantization="auto").weight_quantization == "auto"
+    assert EngineConfig("m").weight_quantization == "auto"
     assert EngineConfig("m", dtype="float32", quantization="auto").weight_quantization is None
     assert EngineConfig("m", dtype="float32", quantization="int8").weight_quantization == "int8"
-    assert EngineConfig("m").weight_quantization is None
+    assert EngineConfig("m", quantization=None).weight_quantization is None

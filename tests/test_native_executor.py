@@ -54,7 +54,8 @@ def make(
         kv_dtype or dtype,  # type: ignore[arg-type]
     )
     pool = KVPool.reserve(geometry)
-    pool.data[:] = np.nan if pool.data.dtype == np.float32 else 0x7FC0  # what was not written is not read
+    # What was not written is not read: NaN, also as the scale of an 8-bit cell.
+    pool.data[:] = {"f": np.nan, "u": 0x7FC0, "i": -1}[pool.data.dtype.kind]
     checkpoint = make_checkpoint(config, tensors or random_tensors(config))
     return NativeExecutor(checkpoint, pool, dtype, threads)  # type: ignore[arg-type]
 
@@ -136,11 +137,15 @@ def test_every_instruction_set_follows_the_oracle(
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_long_context_is_the_same_bit_for_bit_however_it_is_computed(kind: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8")]
+)
+def test_a_long_context_is_the_same_bit_for_bit_however_it_is_computed(
+    kind: str, dtype: str, kv_dtype: str
+) -> None:
     """1,100 tokens: more than the decoder takes at once, and three splits of the context."""
     config = CONFIGS[kind]
-    executor = make(config, dtype)
+    executor = make(config, dtype, kv_dtype=kv_dtype)
     whole = Stepper(executor, 16, table_of(1101, 16), 2000)
     first = whole.step(LONG)
     second = whole.step([*LONG, 5])
@@ -149,7 +154,7 @@ def test_a_long_context_is_the_same_bit_for_bit_however_it_is_computed(kind: str
         expected = logits - np.log(np.exp(logits).sum())
         np.testing.assert_allclose(first.top_logprobs[0], expected[first.top_token_ids[0]], rtol=0, atol=5e-5)
     for threads, block_size, chunk in [(1, 16, 2000), (2, 1, 513), (3, 256, 37), (2, 48, 700)]:
-        other = make(config, dtype, block_size, threads=threads)
+        other = make(config, dtype, block_size, threads=threads, kv_dtype=kv_dtype)
         stepper = Stepper(other, block_size, table_of(1101, block_size, seed=chunk), chunk)
         assert same(stepper.step(LONG), first), (threads, block_size, chunk)
         assert same(stepper.step([*LONG, 5]), second), (threads, block_size, chunk)
@@ -180,7 +185,12 @@ def test_company_does_not_matter(isa: str, kind: str, dtype: str, monkeypatch: p
 def test_kv_dtype_and_weight_dtype_mix() -> None:
     logits = forward(LLAMA, random_tensors(LLAMA), LONG[:50])[-1]
     expected = logits - np.log(np.exp(logits).sum())
-    for dtype, kv_dtype in [("float32", "bfloat16"), ("bfloat16", "float32")]:
+    for dtype, kv_dtype in [
+        ("float32", "bfloat16"),
+        ("float32", "int8"),
+        ("bfloat16", "float32"),
+        ("bfloat16", "int8"),
+    ]:
         result = make(LLAMA, dtype, kv_dtype=kv_dtype).execute(prompt_batch(LONG[:50]), greedy(1))
         np.testing.assert_allclose(
             result.top_logprobs[0], expected[result.top_token_ids[0]], rtol=0, atol=0.3, err_msg=kv_dtype

@@ -84,11 +84,14 @@ ModelConfig model_config(nb::handle config) {
 Pool pool_of(nb::handle pool, const ModelConfig& config) {
     const nb::object geometry = pool.attr("geometry");
     Pool result;
-    result.number = number_named(nb::cast<std::string>(geometry.attr("dtype")));
+    result.format = one_of<CacheFormat>(
+        nb::cast<std::string>(geometry.attr("dtype")),
+        {{"float32", CacheFormat::f32}, {"bfloat16", CacheFormat::bf16}, {"int8", CacheFormat::int8}});
+    const bool quantized = result.format == CacheFormat::int8;
     result.num_blocks = nb::cast<int64_t>(geometry.attr("num_blocks"));
     result.block_size = nb::cast<int64_t>(geometry.attr("block_size"));
     const int64_t shape[6] = {config.num_layers, 2, result.num_blocks, config.num_kv_heads, result.block_size,
-                              config.head_dim};
+                              quantized ? cell_bytes(result.format, config.head_dim) : config.head_dim};
     const auto memory = [&](auto array) {
         if (!nb::try_cast(pool.attr("data"), array, false)) wrong_array("the KV pool's data");
         for (size_t i = 0; i < 6; i++)
@@ -96,8 +99,10 @@ Pool pool_of(nb::handle pool, const ModelConfig& config) {
                 throw nb::value_error("the KV pool's shape does not fit the model and its geometry");
         result.data = array.data();
     };
-    if (result.number == Number::f32)
+    if (result.format == CacheFormat::f32)
         memory(nb::ndarray<float, nb::ndim<6>, nb::c_contig, nb::device::cpu>());
+    else if (quantized)
+        memory(nb::ndarray<int8_t, nb::ndim<6>, nb::c_contig, nb::device::cpu>());
     else
         memory(nb::ndarray<uint16_t, nb::ndim<6>, nb::c_contig, nb::device::cpu>());
     return result;

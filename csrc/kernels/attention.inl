@@ -11,8 +11,9 @@
 // no row's result depends on what lies in the cache beyond its own position.
 //
 // A tile of K and V is repacked in scratch memory once for all query rows and heads of the group, so that queries
-// times keys, and weights times values, are both products as the matrix kernels have them. T is the cache's number
-// format; with a bfloat16 cache, queries and weights are rounded to bfloat16 too. Maxima and exponents are base 2.
+// times keys, and weights times values, are both products as the matrix kernels have them. T is the number format of
+// the tile: the cache's, or bfloat16 for an 8-bit cache. With bfloat16, queries and weights are rounded to it too.
+// Maxima and exponents are base 2.
 
 constexpr int64_t kGroupQueries = 16;  // queries that meet a tile together: a tile register's rows
 constexpr int64_t kKeyStep = 32;       // keys that a tile register takes at a time
@@ -39,6 +40,7 @@ struct AttentionScratch {
     T* weights;           // [kGroupQueries][kKeyTile]
     float* lanes;         // [room][16]: each query's sum of weights, not yet summed over the lanes
     float *split, *total;  // Partials of room queries
+    T* cells;             // [kKeyTile][head_dim]: of an 8-bit cache
 
     AttentionScratch(float* memory, int64_t num_queries, int64_t head_dim) {
         head = padded_head(head_dim);
@@ -51,6 +53,7 @@ struct AttentionScratch {
         lanes = scores + 2 * kGroupQueries * kKeyTile;
         split = lanes + room * 16;
         total = split + room * partial_size(head_dim);
+        cells = reinterpret_cast<T*>(total + room * partial_size(head_dim));
     }
 };
 
@@ -124,17 +127,26 @@ INLINE void clear_values(T* values, int64_t head, int64_t lane, int64_t end) {
 template <class T>
 static void load_tile(const CacheLayer& c, const QueryTile& tile, int64_t kv_head, int64_t next, int64_t start,
                       int64_t count, int64_t context, const AttentionScratch<T>& s) {
-    const T *keys = static_cast<const T*>(c.keys), *values = static_cast<const T*>(c.values);
+    const char *keys = static_cast<const char*>(c.keys), *values = static_cast<const char*>(c.values);
+    const int64_t bytes = cell_bytes(c.format, c.head_dim);
     const auto cell = [&](int64_t position, int64_t head) {
         const int64_t block = tile.block_table[position / c.block_size];
-        return ((block * c.kv_heads + head) * c.block_size + position % c.block_size) * c.head_dim;
+        return ((block * c.kv_heads + head) * c.block_size + position % c.block_size) * bytes;
     };
     const auto fetch = [&](int64_t position, int64_t head, int64_t run) {
-        const int64_t at = cell(position, head), end = at + run * c.head_dim;
-        for (int64_t i = at; i < end; i += 64 / static_cast<int64_t>(sizeof(T))) {
+        const int64_t at = cell(position, head), end = at + run * bytes;
+        for (int64_t i = at; i < end; i += 64) {
             __builtin_prefetch(keys + i);
             __builtin_prefetch(values + i);
         }
+    };
+    const auto numbers = [&](const char* cells, [[maybe_unused]] int64_t count) {
+        if constexpr (sizeof(T) == 2)
+            if (c.format == CacheFormat::int8) {
+                dequantize_cells(cells, count, c.head_dim, s.cells);
+                return static_cast<const T*>(s.cells);
+            }
+        return reinterpret_cast<const T*>(cells);
     };
     for (int64_t lane = 0; lane < count;) {
         const int64_t position = start + lane, in_block = c.block_size - position % c.block_size;
@@ -145,8 +157,9 @@ static void load_tile(const CacheLayer& c, const QueryTile& tile, int64_t kv_hea
             fetch(later - context, next, run);
         const int64_t at = cell(position, kv_head);
         // The rest of the block, whatever is there: whole squares are faster, and scores of unseen keys go unused.
-        pack_keys(keys + at, min_of(kKeyTile - lane, in_block), c.head_dim, s.keys, lane);
-        pack_values(values + at, run, c.head_dim, s.values, s.head, lane);
+        const int64_t most = min_of(kKeyTile - lane, in_block);
+        pack_keys(numbers(keys + at, most), most, c.head_dim, s.keys, lane);
+        pack_values(numbers(values + at, run), run, c.head_dim, s.values, s.head, lane);
         lane += run;
     }
     clear_values(s.values, s.head, count, rounded_up(count, kKeyStep));
@@ -491,7 +504,7 @@ static void attend_tile(const Attention& a, const QueryTile& tile, int64_t kv_he
 static void attend(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t kv_head_end, float* scratch) {
     for (; kv_head < kv_head_end; kv_head++) {
         const int64_t next = kv_head + 1 < kv_head_end ? kv_head + 1 : -1;
-        if (a.cache.number == Number::f32)
+        if (a.cache.format == CacheFormat::f32)
             attend_tile<float>(a, tile, kv_head, next, scratch);
         else
             attend_tile<uint16_t>(a, tile, kv_head, next, scratch);
@@ -512,7 +525,7 @@ static void attend_tile_split(const Attention& a, const QueryTile& tile, int64_t
 
 static void attend_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split, float* scratch,
                          float* partials) {
-    if (a.cache.number == Number::f32)
+    if (a.cache.format == CacheFormat::f32)
         attend_tile_split<float>(a, tile, kv_head, split, scratch, partials);
     else
         attend_tile_split<uint16_t>(a, tile, kv_head, split, scratch, partials);

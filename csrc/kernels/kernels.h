@@ -99,10 +99,18 @@ struct NormRows {
     int64_t out_stride;
 };
 
+// How the cache keeps the head_dim numbers of a token and head, its cell: as they are, or as 8-bit integers followed by
+// their float32 scale, x = scale · q.
+enum class CacheFormat { f32, bf16, int8 };
+
+static inline constexpr int64_t cell_bytes(CacheFormat format, int64_t head_dim) {
+    return format == CacheFormat::f32 ? 4 * head_dim : format == CacheFormat::bf16 ? 2 * head_dim : head_dim + 4;
+}
+
 // The part of the KV pool that belongs to one layer.
 struct CacheLayer {
-    Number number;
-    void* keys;    // [blocks][kv_heads][block_size][head_dim]
+    CacheFormat format;
+    void* keys;    // [blocks][kv_heads][block_size] cells
     void* values;  // likewise
     int64_t kv_heads, block_size, head_dim;
 };

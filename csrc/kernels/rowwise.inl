@@ -116,13 +116,48 @@ INLINE void rotate(float* x, const float* cos_sin, int64_t half) {
     }
 }
 
-template <class T>
+// scale = max |x| / 127, q = x / scale rounded to nearest even. What is not finite makes the scale so, too.
+INLINE void quantize_cell(const float* x, int64_t size, char* cell) {
+    vf largest = {}, check = {};
+    int64_t i = 0;
+    for (; i < size; i += kWidth) {
+        const vf v = size - i < kWidth ? load_part(x + i, size - i) : load(x + i);
+        largest = max((vf)((vu)v & 0x7fffffffu), largest);
+        check += v * 0.f;  // NaN unless v is finite
+    }
+    const float most = max_lanes(largest), inverse = most > 1e-30f ? 127.f / most : 0.f;
+    const vf magic = splat(12582912.f);  // 1.5 · 2^23: adding it rounds to an integer
+    for (i = 0; i < size; i += kWidth) {
+        const vf v = size - i < kWidth ? load_part(x + i, size - i) : load(x + i);
+        const vq q = __builtin_convertvector((vi)(v * inverse + magic) - (vi)magic, vq);
+        __builtin_memcpy(cell + i, &q, static_cast<size_t>(size - i < kWidth ? size - i : kWidth));
+    }
+    const float scale = most / 127.f + sum_lanes(check);
+    __builtin_memcpy(cell + size, &scale, 4);
+}
+
+// x of `count` cells that lie one after the other, as rows of `size` bfloat16 numbers.
+INLINE void dequantize_cells(const char* cell, int64_t count, int64_t size, uint16_t* to) {
+    for (int64_t j = 0; j < count; j++, cell += size + 4, to += size) {
+        float scale;
+        __builtin_memcpy(&scale, cell + size, 4);
+        int64_t i = 0;
+        for (; i + kWidth <= size; i += kWidth)
+            put(to + i, __builtin_convertvector(__builtin_convertvector(load_as<vq>(cell + i), vi), vf) * scale);
+        for (; i < size; i++) put(to + i, static_cast<float>(static_cast<int8_t>(cell[i])) * scale);
+    }
+}
+
 INLINE void store_row(const RopeAndStore& m, const float* from, void* to, int64_t slot) {
     const CacheLayer& c = m.cache;
-    const int64_t block = slot / c.block_size, offset = slot % c.block_size;
-    for (int64_t head = 0; head < c.kv_heads; head++) {
-        T* cell = static_cast<T*>(to) + ((block * c.kv_heads + head) * c.block_size + offset) * c.head_dim;
-        put_all(cell, from + head * c.head_dim, c.head_dim);
+    const int64_t block = slot / c.block_size, offset = slot % c.block_size, bytes = cell_bytes(c.format, c.head_dim);
+    for (int64_t head = 0; head < c.kv_heads; head++, from += c.head_dim) {
+        char* cell = static_cast<char*>(to) + ((block * c.kv_heads + head) * c.block_size + offset) * bytes;
+        switch (c.format) {
+            case CacheFormat::f32: put_all(reinterpret_cast<float*>(cell), from, c.head_dim); break;
+            case CacheFormat::bf16: put_all(reinterpret_cast<uint16_t*>(cell), from, c.head_dim); break;
+            case CacheFormat::int8: quantize_cell(from, c.head_dim, cell); break;
+        }
     }
 }
 
@@ -136,13 +171,8 @@ static void rope_and_store(const RopeAndStore& m, int64_t row, int64_t row_end) 
             for (int64_t head = 0; head < m.heads + c.kv_heads; head++)
                 rotate(q + head * c.head_dim, m.cos_sin + row * c.head_dim, c.head_dim / 2);
         if (m.slots[row] < 0) continue;  // stored already
-        if (c.number == Number::f32) {
-            store_row<float>(m, k, c.keys, m.slots[row]);
-            store_row<float>(m, v, c.values, m.slots[row]);
-        } else {
-            store_row<uint16_t>(m, k, c.keys, m.slots[row]);
-            store_row<uint16_t>(m, v, c.values, m.slots[row]);
-        }
+        store_row(m, k, c.keys, m.slots[row]);
+        store_row(m, v, c.values, m.slots[row]);
     }
 }
 

@@ -13,6 +13,7 @@ typedef float vf __attribute__((vector_size(kWidth * 4)));
 typedef int32_t vi __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t vu __attribute__((vector_size(kWidth * 4)));
 typedef uint16_t vh __attribute__((vector_size(kWidth * 2)));  // kWidth bfloat16 numbers
+typedef int8_t vq __attribute__((vector_size(kWidth)));
 typedef double vd __attribute__((vector_size(kWidth * 4)));    // kWidth / 2 doubles
 typedef int64_t vl __attribute__((vector_size(kWidth * 4)));
 constexpr int kWidthDouble = kWidth / 2;

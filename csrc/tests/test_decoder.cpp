@@ -29,11 +29,12 @@ struct Run {
     int64_t block_size;
     Decoder decoder;
 
-    Run(const ModelConfig& c, Number number, const std::string& isa, int threads, int64_t block_size_, int64_t tokens)
-        : memory(static_cast<size_t>(c.num_layers * 2 * blocks(tokens, block_size_) * block_size_ * c.kv_size() *
-                                     number_size(number))),
+    Run(const ModelConfig& c, Number number, CacheFormat cache, const std::string& isa, int threads, int64_t block_size_,
+        int64_t tokens)
+        : memory(static_cast<size_t>(c.num_layers * 2 * blocks(tokens, block_size_) * block_size_ * c.num_kv_heads *
+                                     cell_bytes(cache, c.head_dim))),
           block_size(block_size_),
-          decoder(c, {memory.data(), number, blocks(tokens, block_size_), block_size_}, number, {}, threads, isa) {
+          decoder(c, {memory.data(), cache, blocks(tokens, block_size_), block_size_}, number, {}, threads, isa) {
         for (auto i = static_cast<int32_t>(blocks(tokens, block_size)); i-- > 0;) table.push_back(i);
         std::mt19937 generator(1);
         std::normal_distribution<float> normal(0, .3f);
@@ -108,21 +109,24 @@ struct Run {
     }
 };
 
-void test_model(const ModelConfig& config, const std::string& isa, Number number) {
+void test_model(const ModelConfig& config, const std::string& isa, Number number, CacheFormat cache) {
     std::vector<int32_t> tokens;
     for (int32_t i = 0; i < 530; i++) tokens.push_back(i * 37 % 101);  // into the second split of the context
     const auto length = static_cast<int64_t>(tokens.size());
-    const std::vector<float> expected = Run(config, number, isa, 1, length, length).logprobs(tokens, 530);
+    const std::vector<float> expected = Run(config, number, cache, isa, 1, length, length).logprobs(tokens, 530);
     CHECK(expected.size() == 5 && expected[0] < 0 && expected[0] >= expected[4]);
-    CHECK(Run(config, number, isa, 3, 1, length).logprobs(tokens, 101) == expected);
-    CHECK(Run(config, number, isa, 2, 16, length).logprobs(tokens, 529) == expected);
+    CHECK(Run(config, number, cache, isa, 3, 1, length).logprobs(tokens, 101) == expected);
+    CHECK(Run(config, number, cache, isa, 2, 16, length).logprobs(tokens, 529) == expected);
 }
 
 }  // namespace
 
 int main() {
     for (const std::string& isa : supported_isas())
-        for (Number number : {Number::f32, Number::bf16})
-            for (const ModelConfig& config : {llama_like(), gpt_like()}) test_model(config, isa, number);
+        for (const ModelConfig& config : {llama_like(), gpt_like()}) {
+            test_model(config, isa, Number::f32, CacheFormat::f32);
+            test_model(config, isa, Number::bf16, CacheFormat::bf16);
+            test_model(config, isa, Number::bf16, CacheFormat::int8);
+        }
     return check::report();
 }

@@ -166,27 +166,59 @@ void test_norm(const Kernels& kernels) {
 struct Cache {
     int64_t kv_heads, block_size, head_dim, num_blocks;
     std::vector<int32_t> table;
-    Floats keys, values;                       // as float32, also where the cache holds bfloat16
-    std::vector<uint16_t> keys_half, values_half;
-    bool half;
+    Floats keys, values;             // what the cells say
+    std::vector<char> k_cells, v_cells;
+    CacheFormat format;
 
-    Cache(int64_t kv_heads_, int64_t block_size_, int64_t head_dim_, int64_t context, bool half_)
-        : kv_heads(kv_heads_), block_size(block_size_), head_dim(head_dim_), half(half_) {
+    Cache(int64_t kv_heads_, int64_t block_size_, int64_t head_dim_, int64_t context, CacheFormat format_)
+        : kv_heads(kv_heads_), block_size(block_size_), head_dim(head_dim_), format(format_) {
         num_blocks = (context + block_size - 1) / block_size + 2;
         for (int32_t i = 0; i < num_blocks; i++) table.push_back(i);
         std::shuffle(table.begin(), table.end(), generator);
         keys = values = Floats(static_cast<size_t>(num_blocks * kv_heads * block_size * head_dim), kNan);
+        const size_t cells = keys.size() / static_cast<size_t>(head_dim);
+        k_cells = v_cells = std::vector<char>(cells * bytes(), '\xff');  // NaN in every format
         for (int64_t position = 0; position < context; position++)
             for (int64_t head = 0; head < kv_heads; head++) {
-                const Floats k = random_floats(head_dim), v = random_floats(head_dim);
-                for (int64_t d = 0; d < head_dim; d++) {
-                    const auto from = static_cast<size_t>(d);
-                    keys[at(position, head, d)] = half ? widen(narrow(k[from])) : k[from];
-                    values[at(position, head, d)] = half ? widen(narrow(v[from])) : v[from];
+                const size_t first = at(position, head, 0);
+                write(random_floats(head_dim), k_cells, first);
+                write(random_floats(head_dim), v_cells, first);
+                for (size_t d = 0; d < static_cast<size_t>(head_dim); d++) {
+                    keys[first + d] = read(k_cells, first + d);
+                    values[first + d] = read(v_cells, first + d);
                 }
             }
-        keys_half = narrow(keys);
-        values_half = narrow(values);
+    }
+
+    size_t bytes() const { return static_cast<size_t>(cell_bytes(format, head_dim)); }
+
+    // Element `at` as its cell says; that of 8 bits rounded to bfloat16, as attention reads it.
+    float read(const std::vector<char>& cells, size_t at) const {
+        const auto size = static_cast<size_t>(head_dim);
+        const char* cell = cells.data() + at / size * bytes();
+        float x;
+        uint16_t half;
+        switch (format) {
+            case CacheFormat::f32: std::memcpy(&x, cell + at % size * 4, 4); return x;
+            case CacheFormat::bf16: std::memcpy(&half, cell + at % size * 2, 2); return widen(half);
+            default:
+                std::memcpy(&x, cell + size, 4);
+                return widen(narrow(static_cast<float>(static_cast<int8_t>(cell[at % size])) * x));
+        }
+    }
+
+    void write(const Floats& x, std::vector<char>& cells, size_t first) const {
+        char* cell = cells.data() + first / x.size() * bytes();
+        float largest = 0;
+        for (float value : x) largest = std::max(largest, std::abs(value));
+        const float scale = largest / 127;
+        for (size_t d = 0; d < x.size(); d++) {
+            const uint16_t half = narrow(x[d]);
+            if (format == CacheFormat::f32) std::memcpy(cell + 4 * d, &x[d], 4);
+            if (format == CacheFormat::bf16) std::memcpy(cell + 2 * d, &half, 2);
+            if (format == CacheFormat::int8) cell[d] = static_cast<char>(std::lrint(x[d] / scale));
+        }
+        if (format == CacheFormat::int8) std::memcpy(cell + x.size(), &scale, 4);
     }
 
     size_t at(int64_t position, int64_t head, int64_t d) const {
@@ -194,16 +226,14 @@ struct Cache {
         return static_cast<size_t>(((block * kv_heads + head) * block_size + position % block_size) * head_dim + d);
     }
 
-    CacheLayer layer() {
-        if (half) return {Number::bf16, keys_half.data(), values_half.data(), kv_heads, block_size, head_dim};
-        return {Number::f32, keys.data(), values.data(), kv_heads, block_size, head_dim};
-    }
+    CacheLayer layer() { return {format, k_cells.data(), v_cells.data(), kv_heads, block_size, head_dim}; }
 };
 
-void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim, int64_t context, bool half) {
+void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim, int64_t context, CacheFormat format) {
+    const bool half = format != CacheFormat::f32;
     const int64_t kv_heads = 2, group = 3, heads = kv_heads * group, rows = std::min<int64_t>(context, 9);
     const int64_t stride = padded(heads * head_dim);
-    Cache cache(kv_heads, block_size, head_dim, context, half);
+    Cache cache(kv_heads, block_size, head_dim, context, format);
     const Floats q = random_floats(rows * stride);
     std::vector<int32_t> positions;
     for (int64_t r = 0; r < rows; r++) positions.push_back(static_cast<int32_t>(context - rows + r));
@@ -214,7 +244,7 @@ void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim
     const QueryTile tile{0, rows, positions.data(), cache.table.data()};
     kernels.attend(job, tile, 0, kv_heads, scratch.data());
 
-    // With a bfloat16 cache, queries are rounded like it, and so are the weights, which the tolerance is for.
+    // But with a float32 cache, queries are rounded to bfloat16, and so are the weights, which the tolerance is for.
     const auto query = [&](int64_t i) { return half ? widen(narrow(q[static_cast<size_t>(i)])) : q[static_cast<size_t>(i)]; };
     for (int64_t r = 0; r < rows; r++)
         for (int64_t h = 0; h < heads; h++) {
@@ -253,9 +283,9 @@ void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim
     CHECK(by_split == out);
 }
 
-void test_rope_and_store(const Kernels& kernels, bool half) {
+void test_rope_and_store(const Kernels& kernels, CacheFormat format) {
     const int64_t heads = 4, kv_heads = 2, head_dim = 10, rows = 3, stride = padded((heads + 2 * kv_heads) * head_dim);
-    Cache cache(kv_heads, 5, head_dim, 4, half);
+    Cache cache(kv_heads, 5, head_dim, 4, format);
     const Floats before = random_floats(rows * stride);
     Floats qkv = before, cos_sin;
     for (int64_t r = 0; r < rows; r++) {
@@ -272,17 +302,16 @@ void test_rope_and_store(const Kernels& kernels, bool half) {
                 const float* x = before.data() + r * stride + head * head_dim;
                 const double angle = static_cast<double>(r * 5 + i);
                 const double turned = x[d] * std::cos(angle) + (d < 5 ? -1 : 1) * x[other] * std::sin(angle);
-                const auto stored = [&](const Floats& floats, const std::vector<uint16_t>& halves, int64_t kv_head) {
-                    const size_t at = cache.at(4 + r, kv_head, d);
-                    return half ? widen(halves[at]) : floats[at];
+                const auto stored = [&](const std::vector<char>& cells, int64_t kv_head) {
+                    return cache.read(cells, cache.at(4 + r, kv_head, d));
                 };
-                const double tolerance = half ? 5e-3 : 1e-6;
+                const double tolerance = format == CacheFormat::f32 ? 1e-6 : format == CacheFormat::bf16 ? 5e-3 : 2e-2;
                 if (head < heads)
                     CHECK(close(qkv[static_cast<size_t>(r * stride + head * head_dim + d)], turned, 1e-6));
                 else if (head < heads + kv_heads)
-                    CHECK(close(stored(cache.keys, cache.keys_half, head - heads), turned, tolerance));
+                    CHECK(close(stored(cache.k_cells, head - heads), turned, tolerance));
                 else
-                    CHECK(close(stored(cache.values, cache.values_half, head - heads - kv_heads), x[d], tolerance));
+                    CHECK(close(stored(cache.v_cells, head - heads - kv_heads), x[d], tolerance));
             }
 }
 
@@ -293,13 +322,13 @@ void test_isa(const Kernels& kernels) {
     test_sampling(kernels);
     test_argmax(kernels);
     test_norm(kernels);
-    for (bool half : {false, true}) {
-        test_rope_and_store(kernels, half);
+    for (CacheFormat format : {CacheFormat::f32, CacheFormat::bf16, CacheFormat::int8}) {
+        test_rope_and_store(kernels, format);
         for (int64_t block_size : {1, 16, 256})
-            for (int64_t context : {1, 63, 65, 520, 1100}) test_attention(kernels, block_size, 20, context, half);
-        test_attention(kernels, 48, 64, 1030, half);
-        test_attention(kernels, 16, 128, 130, half);
-        test_attention(kernels, 7, 3, 70, half);
+            for (int64_t context : {1, 63, 65, 520, 1100}) test_attention(kernels, block_size, 20, context, format);
+        test_attention(kernels, 48, 64, 1030, format);
+        test_attention(kernels, 16, 128, 130, format);
+        test_attention(kernels, 7, 3, 70, format);
     }
     std::fprintf(stderr, "%s: %s\n", kernels.isa, check::failures() == before ? "good" : "BAD");
 }

@@ -1,4 +1,4 @@
-"""The command line: ``mini-vllm pull | generate | chat | bench``.
+"""The command line: ``mini-vllm pull | generate | chat | serve | bench``.
 
 Results go to stdout, everything else to stderr. An error raised on purpose is one line and exit 1; a wrong
 command line is one line and exit 2. Knows nothing of blocks or tensors.
@@ -26,6 +26,7 @@ from minivllm.errors import ConfigError, MiniVLLMError, RequestError
 from minivllm.factory import create_engine
 from minivllm.models.pull import ALIASES, MODEL_ALIASES, pull
 from minivllm.sampling_params import SamplingParams
+from minivllm.server.cli import serve
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -35,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A small LLM inference engine with a paged KV cache.",
 )
+app.command("serve")(serve)
 app.add_typer(bench_app, name="bench")
 notes = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 

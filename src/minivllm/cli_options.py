@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from minivllm.config import Dtype, EngineConfig, ExecutorName
+from minivllm.config import Dtype, EngineConfig, ExecutorName, KVCacheDtype
 from minivllm.errors import ConfigError
 from minivllm.sampling_params import SamplingParams
 
@@ -30,7 +30,9 @@ class EngineOptions:
         str,
         _engine("--quantization", help="none; auto: the checkpoint's, unless --dtype is given; int8; int4."),
     ] = "auto"
-    kv_cache_dtype: Annotated[Dtype, _engine("--kv-cache-dtype", help="auto: as --dtype.")] = "auto"
+    kv_cache_dtype: Annotated[
+        KVCacheDtype, _engine("--kv-cache-dtype", help="auto: as --dtype; int8: half of bfloat16's memory.")
+    ] = "auto"
     block_size: Annotated[int, _engine("--block-size", help="Tokens in a KV block.")] = 16
     num_blocks: Annotated[int | None, _engine("--num-blocks", help="KV blocks; default: by memory.")] = None
     kv_cache_memory: Annotated[

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from minivllm.errors import ConfigError, shown
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8"]
 ExecutorName = Literal["native", "torch"]
 Quantization = Literal["auto", "int8", "int4"]
 
@@ -49,7 +50,8 @@ class EngineConfig:
     (2 % of a 400-token chat), while a block of a small model is still a few KiB in each layer."""
     num_blocks: int | None = None  #: physical blocks; None: from kv_cache_memory
     kv_cache_memory: int | None = None  #: bytes; None: a share of the memory that is available
-    kv_cache_dtype: Dtype = "auto"  #: auto: as dtype
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """auto: as dtype; int8 (native executor): bytes, and a scale for each token and head."""
     max_num_batched_tokens: int = 512  #: tokens computed in one step, at most
     max_num_seqs: int = 64  #: sequences running at once, at most
     max_model_len: int | None = None  #: prompt + output tokens; None: what the model and the pool allow
@@ -69,7 +71,7 @@ class EngineConfig:
         if not isinstance(self.model, str | Path) or not str(self.model):
             raise ConfigError(f"model is {shown(self.model)}; give an alias, a path, or a Hub name")
         _one_of("dtype", self.dtype, get_args(Dtype))
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(Dtype))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
         _one_of("executor", self.executor, get_args(ExecutorName))
         if self.quantization is not None:
             _one_of("quantization", self.quantization, get_args(Quantization))
@@ -78,6 +80,11 @@ class EngineConfig:
                     f"quantization is {self.quantization!r}, but the torch executor keeps weights in dtype; "
                     f"use executor='native' or quantization=None"
                 )
+        if self.kv_cache_dtype == "int8" and self.executor == "torch":
+            raise ConfigError(
+                "kv_cache_dtype is 'int8', but the torch executor's cache is 'float32' or 'bfloat16'; "
+                "use executor='native' or one of these"
+            )
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(
                 f"enable_prefix_caching is {shown(self.enable_prefix_caching)}; use True or False"

@@ -22,6 +22,10 @@ class RequestError(MiniVLLMError, ValueError):
         self.param = param
 
 
+class ContextLengthError(RequestError):
+    """A prompt, with the answer that is asked for, is longer than ``max_model_len``."""
+
+
 class ModelError(MiniVLLMError):
     """A checkpoint cannot be loaded: missing, truncated, malformed, or of a kind that is not implemented.
 

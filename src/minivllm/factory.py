@@ -14,7 +14,7 @@ from minivllm.kv_cache.memory import available_memory, plan_pool
 from minivllm.models.config import tensor_shapes
 from minivllm.models.pull import cache_directory
 from minivllm.models.registry import load_checkpoint, resolve_model
-from minivllm.models.weights import Checkpoint
+from minivllm.models.weights import Checkpoint, WeightDtype
 from minivllm.scheduler import Scheduler
 from minivllm.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -54,7 +54,7 @@ def create_engine(config: EngineConfig) -> InferenceEngine:
 
 
 def _native_executor(
-    config: EngineConfig, checkpoint: Checkpoint, dtype: KVDtype, kv_dtype: KVDtype
+    config: EngineConfig, checkpoint: Checkpoint, dtype: WeightDtype, kv_dtype: KVDtype
 ) -> tuple[Executor, KVGeometry, int]:
     """The executor, its pool's geometry, and max_model_len."""
     weights = packed_bytes(checkpoint, dtype, config.weight_quantization)
@@ -69,7 +69,7 @@ def _native_executor(
 
 
 def _torch_executor(
-    config: EngineConfig, checkpoint: Checkpoint, dtype: KVDtype, kv_dtype: KVDtype
+    config: EngineConfig, checkpoint: Checkpoint, dtype: WeightDtype, kv_dtype: KVDtype
 ) -> tuple[Executor, KVGeometry, int]:
     """The executor, its pool's geometry, and max_model_len."""
     from minivllm.executors.torch_ import TorchExecutor, default_device, free_cuda_memory

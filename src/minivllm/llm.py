@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minivllm.config import Dtype, EngineConfig, ExecutorName, Quantization
+from minivllm.config import Dtype, EngineConfig, ExecutorName, KVCacheDtype, Quantization
 from minivllm.engine.admission import Prompt, numbered
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import RequestError
@@ -47,7 +47,7 @@ class LLM:
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
-        kv_cache_dtype: Dtype = "auto",
+        kv_cache_dtype: KVCacheDtype = "auto",
         max_num_batched_tokens: int = 512,
         max_num_seqs: int = 64,
         max_model_len: int | None = None,

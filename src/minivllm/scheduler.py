@@ -23,6 +23,7 @@ the first.
 Knows nothing of tensors, text or models, and of memory only what KVCache tells.
 """
 
+import time
 from bisect import insort
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -139,6 +140,7 @@ class Scheduler:
         self._attach(first, prefix)
         if group.num_cached_tokens is None:  # not if it was preempted: then part of it is its own work
             group.num_cached_tokens = prefix.num_tokens
+            group.admitted_at = time.monotonic()
             self.num_queried_tokens += first.num_tokens
             self.num_cached_tokens += prefix.num_tokens
 

@@ -95,6 +95,7 @@ class SequenceGroup:
     width: int = 1  #: sequences that it runs, or will run once its prompt is computed
     priority: int = 0  #: lower ones first, then older ones
     num_cached_tokens: int | None = None  #: taken from the prefix cache when first admitted; None before that
+    admitted_at: float | None = None  #: ``time.monotonic()`` when first admitted
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -44,7 +44,10 @@ QuantizationOption = Annotated[
     str,
     _engine_option("--quantization", help="Of the weights: auto (as the file has them), int8, int4, none."),
 ]
-KVDtypeOption = Annotated[str, _engine_option("--kv-cache-dtype", help="Of the cache; auto: as --dtype.")]
+KVDtypeOption = Annotated[
+    str,
+    _engine_option("--kv-cache-dtype", help="Of the cache, int8 too; auto: as --dtype."),
+]
 Threads = Annotated[int | None, _engine_option("--threads", help="Default: the cores this process may use.")]
 MaxBatchedTokens = Annotated[
     int, _engine_option("--max-num-batched-tokens", help="Tokens computed in one step, at most.")

@@ -44,7 +44,7 @@ class ModelCosts:
     logit_weights: Mapping[Number, int]  #: weights that a row with logits is multiplied by: the head's
     kv_bytes: int  #: of one token in the cache, keys and values of all layers
     pair_operations: int  #: for one query token and one key that it sees, in all layers
-    attention: Number  #: what attention multiplies: the cache's dtype
+    attention: Number  #: what attention multiplies: the cache's dtype, or bfloat16 with an int8 cache
 
     @classmethod
     def of(

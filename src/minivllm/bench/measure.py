@@ -151,7 +151,7 @@ def measure(config: EngineConfig, plan: Plan, progress: Progress = lambda text: 
             checkpoint.config,
             formats,
             executor.model_bytes,
-            geometry.dtype,
+            "bfloat16" if geometry.dtype == "int8" else geometry.dtype,
             geometry.bytes_per_block // geometry.block_size,
         )
         rates = machine.rates(median(bandwidths), executor.isa)

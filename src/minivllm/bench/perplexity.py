@@ -9,6 +9,7 @@ and reads each token's logprob by forcing it (logprobs are of the raw logits).
 
 import argparse
 import math
+from itertools import product
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -18,7 +19,7 @@ from minivllm.config import Quantization
 from minivllm.executors.native import NativeExecutor
 from minivllm.kv_cache.kv_pool import KVDtype, KVGeometry, KVPool
 from minivllm.models.registry import load_checkpoint, resolve_model
-from minivllm.models.weights import Checkpoint
+from minivllm.models.weights import Checkpoint, WeightDtype
 from minivllm.text.tokenizer import load_tokenizer
 
 WINDOW = 512  #: tokens that the model sees at a time
@@ -41,13 +42,20 @@ def text_tokens(checkpoint: Checkpoint, num_tokens: int = NUM_TOKENS) -> list[in
 def perplexity(
     checkpoint: Checkpoint,
     tokens: list[int],
-    dtype: KVDtype,
+    dtype: WeightDtype,
     quantization: Quantization | None,
     threads: int | None = None,
+    kv_dtype: KVDtype | None = None,
 ) -> float:
-    """exp of the mean negative logprob of every token but the first of each window."""
+    """exp of the mean negative logprob of every token but the first of each window.
+
+    Args:
+        kv_dtype: of the cache; None: ``dtype``.
+        others: as in ``NativeExecutor``.
+    """
     config = checkpoint.config
-    geometry = KVGeometry(config.num_layers, 1, config.num_kv_heads, WINDOW, config.head_dim, dtype)
+    kv_dtype = kv_dtype or dtype
+    geometry = KVGeometry(config.num_layers, 1, config.num_kv_heads, WINDOW, config.head_dim, kv_dtype)
     executor = NativeExecutor(checkpoint, KVPool.reserve(geometry), dtype, threads, quantization)
     total, count = 0.0, 0
     for start in range(0, len(tokens) - 1, WINDOW):
@@ -108,16 +116,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--kv-cache-dtypes", default="auto", help="auto: as --dtype; or as in EngineConfig")
     parser.add_argument("--formats", default="none,auto", help="of none, auto, int8, int4")
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
     options = parser.parse_args()
     checkpoint = load_checkpoint(resolve_model(options.model))
     tokens = text_tokens(checkpoint, options.tokens)
     first = None
-    for name in options.formats.split(","):
-        value = perplexity(checkpoint, tokens, options.dtype, None if name == "none" else name)
+    for name, cache in product(options.formats.split(","), options.kv_cache_dtypes.split(",")):
+        quantization, kv_dtype = None if name == "none" else name, None if cache == "auto" else cache
+        value = perplexity(checkpoint, tokens, options.dtype, quantization, kv_dtype=kv_dtype)
         first = first or value
-        print(f"{name:5} {value:8.4f}  {100 * (value / first - 1):+.2f} %", flush=True)
+        print(f"{name:5} {cache:9} {value:8.4f}  {100 * (value / first - 1):+.2f} %", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from minivllm.engine.beam_search import BeamSearch
 from minivllm.engine.output_builder import OutputBuilder
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.request import Request
-from minivllm.errors import RequestError, shown
+from minivllm.errors import ContextLengthError, RequestError, shown
 from minivllm.kv_cache.kv_pool import KVGeometry
 from minivllm.sampling_params import BeamSearchParams, SamplingParams
 from minivllm.sequence import Sequence, SequenceGroup
@@ -126,7 +126,7 @@ class Admission:
         if tokenizer.max_token_bytes is not None:
             size = len(text.encode(errors="replace"))
             if size > self.max_model_len * tokenizer.max_token_bytes:
-                raise RequestError(
+                raise ContextLengthError(
                     f"the prompt's text of {size:,} bytes is longer than max_model_len, "
                     f"{self.max_model_len:,} tokens, can be",
                     "prompt",
@@ -152,7 +152,7 @@ class Admission:
 
     def _check_length(self, prompt_length: int) -> None:
         if prompt_length >= self.max_model_len:
-            raise RequestError(
+            raise ContextLengthError(
                 f"the prompt has {prompt_length:,} tokens, which leaves no room for an answer: "
                 f"max_model_len is {self.max_model_len:,}",
                 "prompt",
@@ -174,7 +174,7 @@ class Admission:
         for name in ("max_tokens", "min_tokens"):
             wanted = getattr(params, name)
             if wanted is not None and prompt_length + wanted > limit:
-                raise RequestError(
+                raise ContextLengthError(
                     f"the prompt has {prompt_length:,} tokens and {name} is {wanted:,}, together "
                     f"{prompt_length + wanted:,}, but max_model_len is {limit:,}",
                     name,
@@ -262,7 +262,7 @@ def numbered(what: str, index: int, count: int) -> Iterator[None]:
     except RequestError as error:
         if count == 1:
             raise
-        raise RequestError(f"{what} {index + 1} of {count}: {error}", error.param) from None
+        raise type(error)(f"{what} {index + 1} of {count}: {error}", error.param) from None
 
 
 def _integers(prompt: object, check_length: Callable[[int], None]) -> list[int]:

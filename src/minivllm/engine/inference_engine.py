@@ -307,6 +307,15 @@ class InferenceEngine:
         finally:
             self.abandon(outbox)
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Threads may call it while the engine runs, which is not held up.
+
+        Raises:
+            RequestError: the model has no tokenizer, or the text cannot be a prompt.
+            ContextLengthError: it is too long for any prompt; then it has not been tokenised.
+        """
+        return self._admission.encode(text, add_special_tokens)
+
     def chat_prompt(self, messages: Seq[Mapping[str, Any]], **options: Any) -> list[int]:
         """The prompt that the model's chat template makes of a conversation, as token ids.
 

@@ -54,6 +54,7 @@ class RequestOutput:
     finished: bool  #: all of them are
     num_cached_tokens: int  #: prompt tokens that were taken from the prefix cache
     seed: int  #: the request's, or the one derived for it: giving it again repeats the answer
+    admitted_at: float | None = None  #: ``time.monotonic()`` when it left the queue; None: it never did
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each token of the prompt, if they were asked for: its logprob, then those of the likeliest, by
     token id; None for the first. A stream has them in its first piece."""

@@ -54,6 +54,7 @@ class Request:
             finished=not self.group.sequences,
             num_cached_tokens=self.group.num_cached_tokens or 0,
             seed=self.seed,
+            admitted_at=self.group.admitted_at,
             prompt_logprobs=prompt_logprobs,
         )
 

@@ -15,7 +15,7 @@ from minivllm.config import Quantization
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.kv_pool import KVPool
 from minivllm.models.config import tensor_shapes
-from minivllm.models.weights import Checkpoint
+from minivllm.models.weights import Checkpoint, WeightDtype
 
 Format = Literal["float32", "bfloat16", "int8", "int4"]
 
@@ -50,7 +50,7 @@ class NativeExecutor:
         self,
         checkpoint: Checkpoint,
         pool: KVPool,
-        dtype: Literal["float32", "bfloat16"],
+        dtype: WeightDtype,
         threads: int | None = None,
         quantization: Quantization | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class NativeExecutor:
 
 
 def matrix_formats(
-    checkpoint: Checkpoint, dtype: Literal["float32", "bfloat16"], quantization: Quantization | None
+    checkpoint: Checkpoint, dtype: WeightDtype, quantization: Quantization | None
 ) -> dict[str, Format]:
     """The format that each matrix of a checkpoint is packed in; vectors and learned positions are float32.
 
@@ -105,9 +105,7 @@ def matrix_formats(
     return formats
 
 
-def packed_bytes(
-    checkpoint: Checkpoint, dtype: Literal["float32", "bfloat16"], quantization: Quantization | None
-) -> int:
+def packed_bytes(checkpoint: Checkpoint, dtype: WeightDtype, quantization: Quantization | None) -> int:
     """About the memory that the packed weights of a checkpoint will take."""
     formats = matrix_formats(checkpoint, dtype, quantization)
     shapes = tensor_shapes(checkpoint.config)

@@ -13,14 +13,14 @@ Letters in the comments of shapes:
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from minivllm.batch import NO_SLOT, Batch, IntArray, SamplingBatch, StepResult
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.kv_pool import KVGeometry, KVPool
-from minivllm.models.weights import Checkpoint, WeightTensor
+from minivllm.models.weights import Checkpoint, WeightDtype, WeightTensor
 from minivllm.sampler import empty_result, sample_rows
 
 try:
@@ -54,7 +54,7 @@ class TorchExecutor:
         self,
         checkpoint: Checkpoint,
         pool: KVPool | KVGeometry,
-        dtype: Literal["float32", "bfloat16"],
+        dtype: WeightDtype,
         device: str = "cpu",
     ) -> None:
         """Load the weights.

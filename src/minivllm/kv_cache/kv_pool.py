@@ -1,10 +1,13 @@
 """KVPool: the pre-allocated memory that holds every key and value, and its geometry.
 
-Layout, row-major:  [num_layers, 2 (K, V), num_blocks, num_kv_heads, block_size, head_dim]
-so that one head of one block is a contiguous tile [block_size, head_dim]. Knows nothing of sequences.
+Layout, row-major:  [num_layers, 2 (K, V), num_blocks, num_kv_heads, block_size, cell]
+so that one head of one block is a contiguous tile of block_size cells. A cell is the head_dim numbers of one
+token; with int8, a byte q for each, x = scale · q, and then the four bytes of their float32 scale. Knows
+nothing of sequences.
 """
 
 import contextlib
+import math
 import mmap
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,8 +17,9 @@ import numpy.typing as npt
 
 from minivllm.errors import ConfigError
 
-KVDtype = Literal["float32", "bfloat16"]
-_ITEM_SIZE = {"float32": 4, "bfloat16": 2}
+KVDtype = Literal["float32", "bfloat16", "int8"]
+_ITEM: dict[KVDtype, npt.DTypeLike] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -31,15 +35,14 @@ class KVGeometry:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]."""
-        return (self.num_layers, 2, self.num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        """[num_layers, 2, num_blocks, num_kv_heads, block_size, cell]; cell: head_dim, with int8 4 more."""
+        cell = self.head_dim + (_SCALE_BYTES if self.dtype == "int8" else 0)
+        return (self.num_layers, 2, self.num_blocks, self.num_kv_heads, self.block_size, cell)
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers, K and V."""
-        return (
-            self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * _ITEM_SIZE[self.dtype]
-        )
+        return math.prod(self.shape) // self.num_blocks * np.dtype(_ITEM[self.dtype]).itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +67,7 @@ class KVPool:
     """Host memory of the geometry: page-aligned, zeroed. (CUDA: the torch executor reserves a tensor.)"""
 
     geometry: KVGeometry
-    data: npt.NDArray[Any]  #: of ``geometry.shape``; float32, or uint16 bit patterns for bfloat16
+    data: npt.NDArray[Any]  #: of ``geometry.shape``; float32, uint16 (bit patterns of bfloat16) or int8
 
     @classmethod
     def reserve(cls, geometry: KVGeometry) -> "KVPool":
@@ -84,5 +87,4 @@ class KVPool:
         if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: fewer TLB misses; a kernel without them says EINVAL
             with contextlib.suppress(OSError):
                 buffer.madvise(mmap.MADV_HUGEPAGE)
-        dtype = np.float32 if geometry.dtype == "float32" else np.uint16
-        return cls(geometry, np.frombuffer(buffer, dtype=dtype).reshape(geometry.shape))
+        return cls(geometry, np.frombuffer(buffer, dtype=_ITEM[geometry.dtype]).reshape(geometry.shape))

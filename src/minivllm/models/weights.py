@@ -17,6 +17,7 @@ from minivllm.errors import ModelError, shown
 from minivllm.models.config import ModelConfig, tensor_shapes
 from minivllm.models.quants import bfloat16_to_float32, dequantize
 
+WeightDtype = Literal["float32", "bfloat16"]  #: of weights in memory that are not quantised
 TensorDtype = Literal["float32", "float16", "bfloat16", "q4_0", "q4_1", "q8_0", "q6_k"]
 
 
@@ -84,7 +85,7 @@ class Checkpoint:
     """
 
     config: ModelConfig
-    dtype: Literal["float32", "bfloat16"]  #: what ``dtype="auto"`` means for it
+    dtype: WeightDtype  #: what ``dtype="auto"`` means for it
     path: Path
     eos_token_ids: tuple[int, ...]
     tokenizer: TokenizerSource | None

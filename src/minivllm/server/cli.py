@@ -1,0 +1,113 @@
+"""``mini-vllm serve``: options, nothing else. The server itself is loaded when it is asked for."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from minivllm.cli_options import EngineOptions, spread
+from minivllm.models.pull import MODEL_ALIASES
+
+notes = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+
+
+def _server(*names: str, help: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Server", **more)
+
+
+def _engine(*names: str, help: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Engine")
+
+
+@dataclass(frozen=True)
+class ServeEngineOptions(EngineOptions):
+    """The engine's settings, with those that matter when many ask at once."""
+
+    max_num_seqs: Annotated[int, _engine("--max-num-seqs", help="Sequences computed at once, at most.")] = 64
+    enable_prefix_caching: Annotated[
+        bool,
+        _engine(
+            "--enable-prefix-caching/--no-enable-prefix-caching", help="Let equal beginnings share blocks."
+        ),
+    ] = True
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """``ServerSettings`` on the command line."""
+
+    host: Annotated[str, _server("--host", help="The address to listen on; 0.0.0.0: all.")] = "127.0.0.1"
+    port: Annotated[int, _server("--port", help="0: any that is free.")] = 8000
+    served_model_name: Annotated[
+        str | None,
+        _server(
+            "--served-model-name", help="What clients call the model; default: MODEL, of a path the end."
+        ),
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        _server("--api-key", envvar="MINIVLLM_API_KEY", help="A key that opens the server; may be repeated."),
+    ] = None
+    api_key_file: Annotated[
+        Path | None, _server("--api-key-file", help="A file with a key on each line.")
+    ] = None
+    max_queue: Annotated[int, _server("--max-queue", help="Refuse requests when this many wait.")] = 256
+    max_body_size: Annotated[float, _server("--max-body-size", help="MiB of a request's body, at most.")] = 2
+    request_timeout: Annotated[
+        float | None, _server("--request-timeout", help="Seconds for an answer; default: any time.")
+    ] = None
+    shutdown_timeout: Annotated[
+        float, _server("--shutdown-timeout", help="Seconds that running answers get at the end.")
+    ] = 30.0
+    cors_origin: Annotated[
+        list[str] | None,
+        _server(
+            "--cors-origin", help="A web page's origin that may use the server; may be repeated; *: all."
+        ),
+    ] = None
+    ssl_certfile: Annotated[Path | None, _server("--ssl-certfile", help="Serve HTTPS: PEM file.")] = None
+    ssl_keyfile: Annotated[Path | None, _server("--ssl-keyfile", help="Its key.")] = None
+    access_log: Annotated[bool, _server("--access-log", help="Log each request's line, never its body.")] = (
+        False
+    )
+
+
+@spread(server=ServerOptions, engine=ServeEngineOptions)
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help=f"As for generate: an alias ({', '.join(MODEL_ALIASES)}), a path …"
+        ),
+    ],
+    server: ServerOptions,
+    engine: ServeEngineOptions,
+) -> None:
+    """Answer OpenAI's API over HTTP: /v1/chat/completions, /v1/completions and more; see /docs there."""
+    from minivllm.server.run import run_server
+    from minivllm.server.settings import ServerSettings, read_api_keys
+
+    file_keys = () if server.api_key_file is None else read_api_keys(server.api_key_file)
+    settings = ServerSettings(
+        model_name=_name(model) if server.served_model_name is None else server.served_model_name,
+        host=server.host,
+        port=server.port,
+        api_keys=(*(server.api_key or ()), *file_keys),
+        max_queue=server.max_queue,
+        max_body_size=int(server.max_body_size * 2**20),
+        request_timeout=server.request_timeout,
+        shutdown_timeout=server.shutdown_timeout,
+        cors_origins=tuple(server.cors_origin or ()),
+        ssl_certfile=server.ssl_certfile,
+        ssl_keyfile=server.ssl_keyfile,
+        access_log=server.access_log,
+    )
+    run_server(engine.config(model), settings, lambda line: notes.print(line, style="dim"))
+
+
+def _name(model: str) -> str:
+    """Of a path its last part; an alias and a Hub name are names already."""
+    return Path(model).resolve().name if os.path.exists(model) else model

@@ -1,0 +1,159 @@
+"""What every request passes before it is looked at, outermost first: its id, the key, the body's size.
+
+Plain ASGI, so that answers stream through untouched. Each layer answers by itself what it refuses.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minivllm.server.errors import ApiError, internal_error
+
+logger = logging.getLogger(__name__)
+
+BODY_SECONDS = 60.0  # a body that has not arrived by then is not waited for
+DISCARDED_BYTES = 64 * 2**20  # of a body that is too large: read and forgotten, so that the answer is heard
+_PLAIN_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class RequestId:
+    """Puts ``x-request-id`` on every answer, the caller's or a new one, and answers what nobody else did."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        wanted = Headers(scope=scope).get("x-request-id", "")
+        request_id = wanted if _PLAIN_ID.fullmatch(wanted) else f"req-{uuid.uuid4().hex}"
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            if started:
+                raise  # the connection is closed in the middle of the answer, which tells that it is broken
+            logger.exception("request %s failed", request_id)
+            await internal_error().response()(scope, receive, send_with_id)
+
+
+class Authentication:
+    """Lets in who has one of the keys, as ``Authorization: Bearer KEY``. /health is open to all."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "http" and scope["path"] != "/health" and not self._has_key(scope):
+            error = ApiError(
+                401,
+                "this server wants an API key, as in `Authorization: Bearer KEY`; the one given is not valid",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        """The time that this takes does not depend on the keys: digests are compared, and always all."""
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = _digest(key.strip().encode("latin-1"))
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return any(matches) and kind.lower() == "bearer"
+
+
+class BodyLimit:
+    """Reads the body, as far as it may go, before anything else sees the request."""
+
+    def __init__(self, app: ASGIApp, max_size: int) -> None:
+        self._app = app
+        self._max_size = max_size
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await asyncio.wait_for(self._read(scope, receive), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            message = f"the body has not arrived within {BODY_SECONDS:g} seconds"
+            error = ApiError(408, message, kind="timeout_error", headers={"Connection": "close"})
+            await error.response()(scope, receive, send)
+            return
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        if body is None:
+            return
+        given = False
+
+        async def receive_again() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, receive_again, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The body; None: the client has gone.
+
+        Raises:
+            ApiError: 413.
+        """
+        headers = Headers(scope=scope)
+        announced = headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > self._max_size and "expect" in headers:
+            raise self._too_large()  # it waits to be asked for the body
+        chunks: list[bytes] = []
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            more = message.get("more_body", False)
+            if size <= self._max_size:
+                chunks.append(chunk)
+            elif size > DISCARDED_BYTES:
+                break
+            else:
+                chunks.clear()
+        if size > self._max_size:
+            raise self._too_large()
+        return b"".join(chunks)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the body is larger than the {self._max_size:,} bytes that this server takes",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

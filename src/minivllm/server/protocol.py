@@ -1,0 +1,254 @@
+"""What clients send: the bodies of the OpenAI API, and vLLM's names for what goes beyond it.
+
+A field that is not listed here is refused, and so is one whose type is ``NotSupported``, unless it is null:
+nothing that would change the answer is ignored. What a number may be is checked by ``SamplingParams``.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from minivllm.errors import shown
+
+MAX_PROMPTS = 256
+MAX_MESSAGES = 4096
+
+
+def _refuse(value: object) -> None:
+    if value is not None:
+        raise ValueError("this server does not support it; leave it out")
+
+
+#: Only null, which clients send for "not asked for".
+NotSupported = Annotated[None, BeforeValidator(_refuse)]
+#: Checked by what uses it; this is only what the documentation says.
+Stop = Annotated[
+    Any,
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+    ),
+]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+LogitBias = Annotated[
+    Any,
+    WithJsonSchema(
+        {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]}
+    ),
+]
+Content = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+def _checked_prompts(value: object) -> object:
+    """A string, a list of token ids, or a list of either; what is in the ids is checked with the prompt."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError(f"must be a string, a list of strings, or (lists of) token ids, not {shown(value)}")
+    if not value:
+        raise ValueError("the list is empty; give at least one prompt")
+    if isinstance(value[0], int):
+        return value
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"there are {len(value):,} prompts; a request may have {MAX_PROMPTS}")
+    for kind in (str, list):
+        if isinstance(value[0], kind):
+            for prompt in value:
+                if not isinstance(prompt, kind):
+                    raise ValueError(f"a list of {kind.__name__}s has {shown(prompt)} in it")
+            return value
+    raise ValueError(f"the list holds {shown(value[0])}; it must hold strings, token ids, or lists of these")
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+Prompts = Annotated[
+    Any,
+    BeforeValidator(_checked_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+                _IDS,
+                {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+            ]
+        }
+    ),
+]
+
+
+class Strict(BaseModel):
+    """Takes no field that it does not know, and no type for another."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields_only(cls, data: Any) -> Any:
+        """One complaint, however many fields are unknown."""
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls.model_fields:
+                    raise PydanticCustomError(
+                        "unknown_field", "{field} is no field of this request", {"field": shown(name)}
+                    )
+        return data
+
+
+class StreamOptions(Strict):
+    """How a stream ends."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  #: padding against eavesdroppers: there is none, as with false
+
+
+class GenerationRequest(Strict):
+    """What chat and text completions have in common. Null is the same as absent."""
+
+    model: str | None = None  #: absent: the one that is served
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: Stop = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: LogitBias = None
+    prompt_logprobs: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+
+    # What OpenAI keeps, bills or schedules by; it changes no answer here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    guided_json: NotSupported = None
+    guided_regex: NotSupported = None
+    guided_choice: NotSupported = None
+    guided_grammar: NotSupported = None
+    structured_outputs: NotSupported = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for streams only; set stream to true, or leave it out")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """``POST /v1/completions``."""
+
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: NotSupported = None
+
+
+class Message(BaseModel):
+    """One message of a conversation; further keys are the chat template's."""
+
+    model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
+
+    role: str
+    content: Content = None
+
+
+class TextFormat(Strict):
+    """The only ``response_format`` so far."""
+
+    type: Literal["text"]
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class TemplateFields(Strict):
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None = None  #: absent: true, unless the final message is to be continued
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, TemplateFields):
+    """``POST /v1/chat/completions``."""
+
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: TextFormat | None = None
+
+    tools: NotSupported = None
+    tool_choice: NotSupported = None
+    parallel_tool_calls: bool | None = None  #: without tools it says nothing
+    functions: NotSupported = None
+    function_call: NotSupported = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    audio: NotSupported = None
+    prediction: NotSupported = None
+    reasoning_effort: NotSupported = None
+    verbosity: NotSupported = None
+    web_search_options: NotSupported = None
+    moderation: NotSupported = None
+
+
+class TokenizeRequest(TemplateFields):
+    """``POST /tokenize``: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    """Of a prompt: put the begin token first where the model wants one, as by default. A conversation's
+    template spells out its special tokens."""
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: TokenIds

@@ -1,0 +1,395 @@
+"""What a caller did wrong is a 4xx in OpenAI's shape, at once, and nobody else notices."""
+
+import json
+import resource
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from helpers_server import MODEL, Live, eventually, live_server, with_setup
+
+from minivllm.errors import ConfigError
+from minivllm.server.settings import ServerSettings
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with live_server() as live:
+        yield live
+        live.wait_until_idle()
+
+
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error, whose shape is always the same."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json" and response.headers["x-request-id"]
+    body = response.json()
+    assert body.keys() == {"error"} and body["error"].keys() == {"message", "type", "param", "code"}
+    assert body["error"]["message"] and len(body["error"]["message"]) < 700
+    return dict(body["error"])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (TEXT, {"prompt": ""}, "prompt"),
+        (TEXT, {"prompt": [""]}, "prompt"),
+        (TEXT, {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": [[]]}, "prompt"),
+        (TEXT, {"prompt": ["a", ""]}, "prompt"),
+        (TEXT, {"prompt": None}, "prompt"),
+        (TEXT, {"prompt": 5}, "prompt"),
+        (TEXT, {"prompt": {"a": 1}}, "prompt"),
+        (TEXT, {"prompt": ["a", 5]}, "prompt"),
+        (TEXT, {"prompt": [5, "a"]}, "prompt"),
+        (TEXT, {"prompt": [[5], "a"]}, "prompt"),
+        (TEXT, {"prompt": [5.5]}, "prompt"),
+        (TEXT, {"prompt": [True]}, "prompt"),
+        (TEXT, {"prompt": [256]}, "prompt"),
+        (TEXT, {"prompt": [-1]}, "prompt"),
+        (TEXT, {"prompt": [10**30]}, "prompt"),
+        (TEXT, {"prompt": ["a"] * 257}, "prompt"),
+        (TEXT, {"temperature": -1}, "temperature"),
+        (TEXT, {"temperature": "hot"}, "temperature"),
+        (TEXT, {"temperature": True}, "temperature"),
+        (TEXT, {"temperature": 10**400}, "temperature"),
+        (TEXT, {"top_p": 1.5}, "top_p"),
+        (TEXT, {"top_k": -2}, "top_k"),
+        (TEXT, {"top_k": 10**18}, "top_k"),
+        (TEXT, {"min_p": 2}, "min_p"),
+        (TEXT, {"seed": 2**64}, "seed"),
+        (TEXT, {"seed": 1.5}, "seed"),
+        (TEXT, {"max_tokens": 0}, "max_tokens"),
+        (TEXT, {"max_tokens": -1}, "max_tokens"),
+        (TEXT, {"max_tokens": 10**25}, "max_tokens"),
+        (TEXT, {"max_tokens": "5"}, "max_tokens"),
+        (TEXT, {"presence_penalty": 3}, "presence_penalty"),
+        (TEXT, {"repetition_penalty": 0}, "repetition_penalty"),
+        (TEXT, {"n": 0}, "n"),
+        (TEXT, {"n": 5_000_000}, "n"),
+        (TEXT, {"best_of": 2}, "best_of"),
+        (TEXT, {"suffix": "x"}, "suffix"),
+        (TEXT, {"logprobs": 21}, "logprobs"),
+        (TEXT, {"logprobs": -1}, "logprobs"),
+        (TEXT, {"logprobs": True}, "logprobs"),
+        (TEXT, {"stop": ""}, "stop"),
+        (TEXT, {"stop": 5}, "stop"),
+        (TEXT, {"stop": ["a", None]}, "stop"),
+        (TEXT, {"stop": ["a"] * 65}, "stop"),
+        (TEXT, {"stop": "a" * 1025}, "stop"),
+        (TEXT, {"stop_token_ids": [256]}, "stop_token_ids"),
+        (TEXT, {"stop_token_ids": [-1]}, "stop_token_ids"),
+        (TEXT, {"stop_token_ids": [10**12]}, "stop_token_ids"),
+        (TEXT, {"logit_bias": {"256": 1}}, "logit_bias"),
+        (TEXT, {"logit_bias": {"-1": 1}}, "logit_bias"),
+        (TEXT, {"logit_bias": {"a": 1}}, "logit_bias"),
+        (TEXT, {"logit_bias": {"1": 101}}, "logit_bias"),
+        (TEXT, {"logit_bias": {"1": "x"}}, "logit_bias"),
+        (TEXT, {"logit_bias": [1]}, "logit_bias"),
+        (TEXT, {"logit_bias": {"1" * 4000: 1}}, "logit_bias"),
+        (TEXT, {"stream": False, "stream_options": {"include_usage": True}}, None),
+        (TEXT, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        (TEXT, {"stream": "yes"}, "stream"),
+        (TEXT, {"guided_json": {}}, "guided_json"),
+        (TEXT, {"messages": HI}, "messages"),
+        (TEXT, {"no_such": 1}, "no_such"),
+        (TEXT, {"min_tokens": 5, "max_tokens": 2}, "min_tokens"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": None}, "messages"),
+        (CHAT, {"messages": "Hi"}, "messages"),
+        (CHAT, {"messages": ["Hi"]}, "messages[0]"),
+        (CHAT, {"messages": [{"content": "Hi"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": 5, "content": "Hi"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        (CHAT, {"messages": HI * 5000}, "messages"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": 10**9}, "top_logprobs"),
+        (CHAT, {"logprobs": 3}, "logprobs"),
+        (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format.type"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": 5}, "chat_template_kwargs"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals(live: Live, path: str, fields: dict[str, Any], param: str | None, stream: bool) -> None:
+    body: dict[str, Any] = {"model": MODEL, "stream": stream}
+    body |= {"prompt": "a"} if path == TEXT else {"messages": HI}
+    error = error_of(live.post(path, {**body, **fields}))
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+
+
+def deep(levels: int) -> bytes:
+    return b'{"prompt":' + b"[" * levels + b"]" * levels + b"}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b" ", b"{", b"null", b"[]", b'"x"', b"5", b"{}", b'{"prompt": "a"} {}', b"\xff\xfe",
+        b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "a", "seed": ' + b"9" * 100_000 + b"}",
+        b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "a\x00"}', deep(50), deep(500), deep(500_000),
+        b'{"prompt": [' + b"[]," * 300_000 + b"[]]}", b'{"prompt": [' + b"1," * 500_000 + b"1]}",
+        b'{"prompt": [' + b'"",' * 300_000 + b'""]}',
+        b"{" + b",".join(b'"%d":1' % i for i in range(100_000)) + b"}",
+        b'{"prompt": "a", "stop_token_ids": [' + b'"",' * 300_000 + b'""]}',
+        b'{"prompt": "' + b"a" * 1_900_000 + b'"}',
+    ],
+    ids=lambda body: repr(body[:40]),
+)  # fmt: skip
+def test_hostile_bodies(live: Live, body: bytes) -> None:
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with live.http as http:
+        for path in (TEXT, CHAT, "/tokenize", "/detokenize"):
+            if path == "/tokenize" and body.startswith(b'{"prompt": "aaa'):
+                continue
+            error_of(http.post(path, content=body, headers={"content-type": "application/json"}))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200 * 1024  # KiB
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_of_50_megabytes(live: Live, announced: bool) -> None:
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(50):
+            yield bytes(2**20)
+
+    headers = {"content-type": "application/json"} | (
+        {"content-length": str(50 * 2**20)} if announced else {}
+    )
+    with live.http as http:
+        error = error_of(http.post(TEXT, content=pieces(), headers=headers), 413)
+    assert error["code"] == "body_too_large" and "2,097,152" in error["message"]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 30 * 1024
+
+
+def test_other_content_types(live: Live) -> None:
+    with live.http as http:
+        error = error_of(http.post(TEXT, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"}))
+        assert "application/json" in error["message"]
+        error_of(http.post(TEXT, data={"prompt": "a"}))
+        charset = {"content-type": "application/json; charset=utf-8"}
+        assert http.post(TEXT, content=b'{"prompt": "a"}', headers=charset).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/audio/transcriptions", 404), ("POST", "/v1/images/generations", 404),
+        ("POST", "/v1/fine_tuning/jobs", 404), ("GET", "/", 404), ("GET", "/v1/%ff", 404),
+        ("GET", "/..%2f..", 404), ("GET", TEXT, 405), ("DELETE", "/v1/models", 405), ("PUT", CHAT, 405),
+        ("POST", "/health", 405),
+    ],
+)  # fmt: skip
+def test_wrong_routes(live: Live, method: str, path: str, status: int) -> None:
+    with live.http as http:
+        response = http.request(method, path)
+    error_of(response, status)
+    assert status != 405 or response.headers["allow"]
+
+
+def test_every_answer_has_a_request_id(live: Live) -> None:
+    with live.http as http:
+        assert http.get("/health").headers["x-request-id"] != http.get("/health").headers["x-request-id"]
+        assert http.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+        strange = http.get("/health", headers={"x-request-id": "a b\tc" * 50}).headers["x-request-id"]
+        assert strange.startswith("req-")
+        with http.stream("POST", TEXT, json={"prompt": "a", "stream": True}) as stream:
+            assert stream.headers["x-request-id"]
+
+
+def test_a_prompt_beyond_the_context_has_both_numbers(live: Live) -> None:
+    limit = live.engine.max_model_len
+    for body in ({"prompt": "a" * (limit + 5)}, {"prompt": [97] * limit}, {"prompt": ["a", "a" * limit]}):
+        for stream in (False, True):
+            error = error_of(live.post(TEXT, body | {"stream": stream}))
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+            assert f"{limit:,}" in error["message"]
+    error = error_of(live.post(TEXT, {"prompt": "a" * 100, "max_tokens": limit}))
+    assert error["code"] == "context_length_exceeded" and error["param"] == "max_tokens"
+    assert all(number in error["message"] for number in ("100", f"{limit:,}", f"{limit + 100:,}"))
+    with pytest.raises(openai.BadRequestError, match="1,024"):
+        live.client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "long " * 400}], stream=True
+        )
+
+
+def test_neighbours_of_wrong_requests_are_unharmed(live: Live) -> None:
+    alone = live.client.completions.create(model=MODEL, prompt="neighbour", max_tokens=300).choices[0].text
+    stream = live.client.completions.create(model=MODEL, prompt="neighbour", max_tokens=300, stream=True)
+    text = next(stream).choices[0].text
+    for fields in (
+        {"stop_token_ids": [10**6]},
+        {"logit_bias": {"9999": 5}},
+        {"n": 5_000_000},
+        {"prompt": []},
+    ):
+        assert live.post(TEXT, {"prompt": "a", **fields}).status_code == 400
+    assert text + "".join(chunk.choices[0].text for chunk in stream) == alone
+
+
+# --- limits ---
+
+
+def test_a_full_queue_is_429() -> None:
+    with live_server(with_setup(max_num_seqs=1), max_queue=2) as live, ThreadPoolExecutor(3) as pool:
+        live.gate.close()
+        accepted = [pool.submit(live.post, TEXT, {"prompt": "a"})]
+        eventually(lambda: live.engine.metrics().num_running == 1)
+        accepted += [pool.submit(live.post, TEXT, {"prompt": "a", "stream": s}) for s in (False, True)]
+        eventually(lambda: live.service.num_open == 3 and live.num_waiting == 2)
+        for stream in (False, True):
+            response = live.post(TEXT, {"prompt": "a", "stream": stream})
+            error = error_of(response, 429)
+            assert error["type"] == "rate_limit_error" and int(response.headers["retry-after"]) > 0
+        with pytest.raises(openai.RateLimitError):
+            live.client.chat.completions.create(model=MODEL, messages=HI)
+        live.gate.open()
+        assert all(answer.result().status_code == 200 for answer in accepted)
+        live.wait_until_idle()
+        assert live.post(TEXT, {"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_long(stream: bool) -> None:
+    with live_server(request_timeout=0.3) as live:
+        live.gate.close()
+        response = live.post(TEXT, {"prompt": "a", "stream": stream})
+        if stream:
+            assert response.status_code == 200
+            name, data = response.text.strip().split("\n")
+            assert name == "event: error"
+            assert json.loads(data.removeprefix("data: "))["error"]["code"] == "timeout"
+            with pytest.raises(openai.APIError, match=r"0\.3 seconds"):
+                list(live.client.completions.create(model=MODEL, prompt="a", stream=True))
+        else:
+            assert error_of(response, 408)["code"] == "timeout"
+        live.gate.open()
+        live.wait_until_idle()
+
+
+def test_a_model_that_fails_in_the_middle() -> None:
+    with live_server() as live:
+        live.gate.close()
+        executor: Any = live.engine.executor
+        with live.http as http, http.stream("POST", TEXT, json={"prompt": "a", "stream": True}) as stream:
+            live.gate.step(4)
+            eventually(lambda: live.gate.num_steps == 4)
+            executor.fail_at = len(executor.steps) + 1
+            live.gate.open()
+            text = stream.read().decode()
+        assert text.count("event: error") == 1 and "[DONE]" not in text
+        assert error_of(live.post(TEXT, {"prompt": "a"}), 500)["type"] == "server_error"
+        executor.fail_at = None
+        assert live.post(TEXT, {"prompt": "a"}).status_code == 200
+        live.wait_until_idle()
+
+
+def test_a_broken_engine_is_503_and_not_healthy() -> None:
+    with live_server() as live:
+
+        def broken() -> Any:
+            raise RuntimeError("a bug")
+
+        live.engine.scheduler.schedule = broken  # type: ignore[method-assign]
+        assert error_of(live.post(TEXT, {"prompt": "a"}), 503)["code"] == "engine_stopped"
+        assert error_of(live.post(TEXT, {"prompt": "a"}), 503)["code"] == "engine_stopped"
+        with live.http as http:
+            error_of(http.get("/health"), 503)
+
+
+def test_our_own_bugs_are_500_in_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    with live_server() as live, live.http as http:
+        monkeypatch.setattr(live.service.metrics, "text", lambda: 1 / 0)
+        error = error_of(http.get("/metrics"), 500)
+        assert error["type"] == "server_error" and "division" not in error["message"]
+
+
+def test_while_the_model_is_loaded() -> None:
+    with live_server(load=False) as live:
+        with live.http as http:
+            for response in (
+                http.get("/health"),
+                http.get("/v1/models"),
+                http.post(TEXT, json={"prompt": "a"}),
+            ):
+                assert error_of(response, 503)["code"] == "loading" and response.headers["retry-after"]
+            assert http.get("/metrics").status_code == 200
+        live.loop.call_soon_threadsafe(live.service.start, live.engine)
+        eventually(lambda: live.post(TEXT, {"prompt": "a"}).status_code == 200)
+
+
+# --- keys and origins ---
+
+
+def test_keys_guard_every_route_but_health() -> None:
+    with live_server(api_keys=("first", "second"), cors_origins=("https://page.example",)) as live:
+        with live.http as http:
+            assert http.get("/health").status_code == 200
+            routes = [*http.get("/openapi.json", headers={"authorization": "Bearer first"}).json()["paths"]]
+            assert len(routes) >= 8
+            for path in [
+                *routes,
+                "/docs",
+                "/redoc",
+                "/openapi.json",
+                "/v1/no/such",
+                "/",
+                "/health/",
+                "//health",
+            ]:
+                for method in ("GET", "POST"):
+                    for headers in (
+                        {},
+                        {"authorization": "Bearer third"},
+                        {"authorization": "first"},
+                        {"authorization": "Basic first"},
+                        {"authorization": b"Bearer \xff"},
+                    ):
+                        if path == "/health":
+                            continue
+                        response = http.request(method, path, headers=headers)
+                        assert error_of(response, 401)["code"] == "invalid_api_key", path
+            for key in ("first", "second"):
+                assert http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+            # A browser asks for permission without the key.
+            asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
+            allowed = http.options(CHAT, headers=asked)
+            assert allowed.status_code == 200
+            assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+            refused = http.get("/v1/models", headers={"origin": "https://page.example"})
+            assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
+        with pytest.raises(openai.AuthenticationError):
+            live.client.models.list()
+
+
+def test_other_origins_are_not_let_in_unless_asked(live: Live) -> None:
+    with live.http as http:
+        response = http.get("/health", headers={"origin": "https://page.example"})
+    assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"port": 70000}, {"max_queue": 0}, {"max_body_size": 5}, {"shutdown_timeout": -1}, {"model_name": ""},
+        {"shutdown_timeout": float("nan")}, {"request_timeout": 0}, {"api_keys": ("",)}, {"api_keys": ("ä",)},
+        {"ssl_keyfile": "key.pem"},
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ServerSettings(**{"model_name": "m"} | wrong)
