@@ -214,7 +214,7 @@ class Scheduler:
 
         Args:
             plan: as ``schedule`` gave it.
-            drawn: the sequences that draw in the plan, and their tokens.
+            drawn: the samples that draw in the plan, and their tokens. Beams go on by ``branch``.
         """
         for sequence, num_tokens, *_ in plan:
             sequence.num_computed_tokens += num_tokens
