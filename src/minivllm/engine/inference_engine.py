@@ -29,7 +29,7 @@ from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.sampler import row_without_token, sampling_batch
 from minivllm.sampling_params import BeamSearchParams, SamplingParams
 from minivllm.scheduler import Scheduler
-from minivllm.sequence import Sequence, logit_rows
+from minivllm.sequence import ScheduledSequence, Sequence, logit_rows
 from minivllm.text.chat_template import render_chat
 from minivllm.text.tokenizer import Tokenizer
 
@@ -247,26 +247,12 @@ class InferenceEngine:
         plan = self.scheduler.schedule()
         if not plan:
             return
-        rows, positions = logit_rows(plan)
-        try:
-            result = self.executor.execute(self.kv_cache.batch(plan), sampling_batch(rows, positions))
-        except Exception as error:
-            row = row_without_token(error)
-            if row is None:
-                for request_id in dict.fromkeys(entry.sequence.request_id for entry in plan):
-                    self._fail(self._requests[request_id])
-                raise
-            failed = rows[row]
-            # All that depend on this row are over; the others' tokens are drawn again in the next step.
-            self._fail(self._requests[failed.request_id], failed)
-            raise ModelError(
-                f"the model's logits are no numbers for request {shown(failed.request_id)}: "
-                f"its weights are damaged, or too large for their dtype ({error})"
-            ) from error
-        drawn: list[tuple[int, Sequence, int]] = []
-        beams: dict[Request, list[int]] = {}  # their rows
+        rows = logit_rows(plan)
+        result = self._execute(plan, rows)
+        drawn: list[tuple[int, Sequence, int]] = []  # row, whose it is, token
+        beams: dict[Request, list[int]] = {}  # rows of each search
         for row, (sequence, position, token_id) in enumerate(
-            zip(rows, positions, result.token_ids.tolist(), strict=True)
+            zip(*rows, result.token_ids.tolist(), strict=True)
         ):
             if position < sequence.num_prompt_tokens:
                 self._requests[sequence.request_id].score_prompt(position, result, row)
@@ -280,6 +266,23 @@ class InferenceEngine:
         self._take(drawn, result)
         for request, its_rows in beams.items():
             self._branch(request, its_rows, result)
+
+    def _execute(self, plan: Seq[ScheduledSequence], rows: tuple[Seq[Sequence], Seq[int]]) -> StepResult:
+        """Run the model. If that fails, the requests that it concerns are over."""
+        try:
+            return self.executor.execute(self.kv_cache.batch(plan), sampling_batch(*rows))
+        except Exception as error:
+            row = row_without_token(error)
+            if row is None:
+                for request_id in dict.fromkeys(entry.sequence.request_id for entry in plan):
+                    self._fail(self._requests[request_id])
+                raise
+            failed = rows[0][row]  # the others' tokens are drawn again in the next step
+            self._fail(self._requests[failed.request_id], failed)
+            raise ModelError(
+                f"the model's logits are no numbers for request {shown(failed.request_id)}: "
+                f"its weights are damaged, or too large for their dtype ({error})"
+            ) from error
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -337,7 +340,7 @@ class InferenceEngine:
         return self._admission.encode(text, add_special_tokens=False)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, so that the next requests compute everything. Running ones go on."""
+        """Forget every cached prefix that no running request uses, so that the next ones compute it anew."""
         with self._turns:
             self.kv_cache.reset_prefix_cache()
 
