@@ -2,9 +2,10 @@
 # make test          install the test extra, run the whole suite
 # make lint          ruff and mypy
 # make native-test   the C++ tests, under AddressSanitizer and UBSan
+# make benchmark     every row of benchmark_results.csv, in hours; it may be stopped and started again
 # make clean         remove what these built (the fetched model stays in its cache directory)
 #
-# torch serves the tests only, as their reference. By default pip finds it on its own index; on Linux
+# torch serves the tests and the benchmark only, as their reference. By default pip finds it on its own index; on Linux
 # PyPI's wheel is the CUDA build (gigabytes), and the CPU build is taken with
 #   make test TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
 # TORCH_SPEC is the requirement, TORCH_INDEX any options that pip needs to find it.
@@ -18,7 +19,7 @@ NATIVE := build/native-sanitized
 # What the installed extension depends on; Python files are used in place (editable install).
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 
-.PHONY: demo test lint native-test install clean
+.PHONY: demo test lint native-test benchmark install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -38,6 +39,9 @@ native-test: $(VENV)/.build
 	    -DMINIVLLM_PYTHON=OFF -DMINIVLLM_TESTS=ON -DMINIVLLM_SANITIZE=ON
 	$(BIN)/cmake --build $(NATIVE)
 	$(BIN)/ctest --test-dir $(NATIVE) --output-on-failure
+
+benchmark: $(VENV)/.bench
+	PYTHON=$(abspath $(BIN))/python benchmarks/kv_cache.sh
 
 install: $(VENV)/.installed
 
@@ -65,6 +69,11 @@ $(VENV)/.installed: $(VENV)/.build $(SOURCES)
 $(VENV)/.test: $(VENV)/.installed
 	$(BIN)/pip install --quiet $(TORCH_INDEX) "$(TORCH_SPEC)"
 	$(BIN)/pip install --quiet --no-build-isolation -e '.[test]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(BIN)/pip install --quiet $(TORCH_INDEX) "$(TORCH_SPEC)"
+	$(BIN)/pip install --quiet --no-build-isolation -e '.[bench]'
 	touch $@
 
 clean:

@@ -11,7 +11,11 @@ import pytest
 
 from minivllm.models.pull import pulled
 
-_MODULES = {"torch": ("torch",), "transformers": ("torch", "transformers")}
+_MODULES = {
+    "torch": ("torch",),
+    "transformers": ("torch", "transformers"),
+    "bench": ("torch", "pandas", "matplotlib", "nbclient", "ipykernel"),
+}
 
 
 def find_real_model() -> Path | None:

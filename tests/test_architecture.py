@@ -40,6 +40,7 @@ LATE_IMPORTS = {
     ("minivllm.models.registry", "huggingface_hub"),
     ("minivllm.text.hf_tokenizer", "huggingface_hub"),
     ("minivllm.bench.compare", "minivllm.bench.export"),  # and with it the gguf package
+    ("minivllm.bench.cli", "minivllm.bench.plots"),  # and with it pandas and matplotlib
     # FastAPI and its kin take half a second, which only `serve` is to cost.
     ("minivllm.server.cli", "minivllm.server.run"),
     ("minivllm.server.cli", "minivllm.server.settings"),
@@ -53,7 +54,14 @@ SERVER_PACKAGES = (
 #: Who may import what is not ours; numpy and the standard library are everybody's.
 OUTSIDERS = {
     **{peer: {"minivllm.bench.peer_worker"} for peer in PEERS},
-    "torch": {"minivllm.executors.torch_", "minivllm.bench.peer_worker"},
+    "torch": {
+        "minivllm.executors.torch_",
+        "minivllm.bench.baseline",
+        "minivllm.bench.random_nanogpt",
+        "minivllm.bench.peer_worker",
+    },
+    "pandas": {"minivllm.bench.plots"},
+    "matplotlib": {"minivllm.bench.plots"},
     "gguf": {"minivllm.bench.export"},
     "tokenizers": {"minivllm.text"},
     "jinja2": {"minivllm.text"},

@@ -1,6 +1,7 @@
-"""``mini-vllm bench latency | throughput | prefix``: options, nothing else."""
+"""``mini-vllm bench latency | throughput | prefix | plot``: options, nothing else."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -127,6 +128,18 @@ def prefix(
     wanted = plan("prefix", num_prompts, num_prompts, lengths, runs, compare)
     config = _config(model, wanted, dtype, quantization, kv_cache_dtype, threads, max_num_batched_tokens)
     _print(config, wanted, as_json)
+
+
+@app.command()
+def plot(
+    csv: Annotated[Path, typer.Argument(metavar="CSV", help="As benchmark.py writes it.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the pictures.")] = Path("."),
+) -> None:
+    """Draw benchmark.py's results as PNG files. Needs pandas and matplotlib (the extra [bench])."""
+    from minivllm.bench.plots import save_all
+
+    for path in save_all(csv, output):
+        typer.echo(str(path))
 
 
 def _config(

@@ -2,7 +2,7 @@
 
 Read this file to learn what paged attention computes. It is written to be clear and exact, not fast: it
 attends one sequence after the other, and is what the native executor is compared with. Knows nothing of
-requests or text; which block belongs to whom is in the Batch. The only file of minivllm that imports torch.
+requests or text; which block belongs to whom is in the Batch. The only file of the engine that imports torch.
 
 Letters in the comments of shapes:
     T   token rows of the step, those of all sequences end to end          S   sequences
