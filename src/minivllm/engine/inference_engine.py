@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
 from minivllm.batch import StepResult
-from minivllm.engine.admission import Admission, Prompt, check_lists, numbered
+from minivllm.engine.admission import Admission, Prompt
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.request import Request
@@ -140,30 +140,17 @@ class InferenceEngine:
                 it is not read any more. None: ``step`` returns them.
         """
         with self._turns:
-            check_lists(prompts, params, request_ids)
-            first = self._num_added
-            if request_ids is None:
-                request_ids = [self._unused_id(first + i) for i in range(len(prompts))]
-            requests: dict[str, Request] = {}
-            for i, (prompt, wish, request_id) in enumerate(zip(prompts, params, request_ids, strict=True)):
-                with numbered("prompt", i, len(prompts)):
-                    request = self._admission.request(
-                        first + i,
-                        request_id,
-                        prompt,
-                        wish,
-                        stream=stream,
-                        outbox=self._ready if outbox is None else outbox,
-                        cache_salt=cache_salt,
-                        priority=priority,
-                    )
-                    if request_id in self._requests or request_id in requests:
-                        raise RequestError(
-                            f"there is an unfinished request {shown(request_id)} already; "
-                            f"choose another request_id",
-                            "request_id",
-                        )
-                    requests[request_id] = request
+            requests = self._admission.requests(
+                self._num_added,
+                prompts,
+                params,
+                request_ids,
+                self._requests,
+                stream=stream,
+                outbox=self._ready if outbox is None else outbox,
+                cache_salt=cache_salt,
+                priority=priority,
+            )
             self._num_added += len(requests)
             self._requests.update(requests)
             for request in requests.values():
@@ -423,9 +410,3 @@ class InferenceEngine:
             del self._requests[request.request_id]
             self._num_finished += 1
         return output
-
-    def _unused_id(self, ordinal: int) -> str:
-        request_id = str(ordinal)
-        while request_id in self._requests:  # a client chose it
-            request_id += "_"
-        return request_id
