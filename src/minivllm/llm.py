@@ -136,7 +136,7 @@ class LLM:
         return self._run(wanted, [params] * len(wanted), use_tqdm, cache_salt=cache_salt, priority=priority)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, so that the next prompts are computed whole."""
+        """Forget every cached prefix that no running request uses, so that the next ones compute it anew."""
         self.engine.reset_prefix_cache()
 
     def _run(

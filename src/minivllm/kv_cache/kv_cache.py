@@ -81,7 +81,7 @@ class KVCache:
         self.prefix_caching = prefix_caching
         self._allocator = allocator
         self._tables: dict[Sequence, _Table] = {}
-        self._copied_from: Counter[int] = Counter()  # block → tables that hold it only to copy from it
+        self._copied_from: dict[int, int] = {}  # block → tables that hold it only to copy from it
 
     @property
     def num_free_blocks(self) -> int:
@@ -165,8 +165,7 @@ class KVCache:
             own = self._allocator.allocate(1)
             assert own is not None, "blocks_missing says that there is one"
             table.block_ids.extend(own)
-            table.copy = (prefix.partial_block, own[0], prefix.partial_tokens)
-            self._copied_from[prefix.partial_block] += 1
+            self._plan_copy(table, prefix.partial_block, own[0], prefix.partial_tokens)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a sequence without blocks share those of another that has the same computed tokens."""
@@ -183,29 +182,28 @@ class KVCache:
         table = self._tables.get(sequence)
         if table is None:
             table = _Table(array("i"))
-        missing = max(0, self.blocks_for(num_tokens) - len(table.block_ids))
-        index, offset = divmod(sequence.num_computed_tokens, self.block_size)  # of the first write
-        copies = self._is_shared(table, index)
-        if not missing and not copies:
+        held = len(table.block_ids)
+        missing = max(0, -(-num_tokens // self.block_size) - held)
+        index = sequence.num_computed_tokens // self.block_size  # of the first block that is written to
+        # Nobody writes to published blocks; they may be shared.
+        copied = table.num_published <= index < held and self._is_shared(table.block_ids[index])
+        if not missing and not copied:
             return True
-        blocks = self._allocator.allocate(missing + copies)
+        blocks = self._allocator.allocate(missing + copied)
         if blocks is None:
             return False
-        if copies:
-            source = table.block_ids[index]
-            table.block_ids[index] = blocks.pop()
-            table.copy = (source, table.block_ids[index], offset)
-            self._copied_from[source] += 1
+        if copied:
+            source, table.block_ids[index] = table.block_ids[index], blocks.pop()
+            self._plan_copy(
+                table, source, table.block_ids[index], sequence.num_computed_tokens % self.block_size
+            )
         table.block_ids.extend(blocks)
         self._tables[sequence] = table
         return True
 
-    def _is_shared(self, table: _Table, index: int) -> bool:
-        """Whether a block to be written to is in other tables too. Nobody writes to published ones."""
-        if not table.num_published <= index < len(table.block_ids):
-            return False
-        block = table.block_ids[index]
-        return self._allocator.ref_count(block) - self._copied_from[block] > 1
+    def _is_shared(self, block: int) -> bool:
+        """Whether a block is in several tables, those that hold it only to copy from it left out."""
+        return self._allocator.ref_count(block) - self._copied_from.get(block, 0) > 1
 
     def free(self, sequence: Sequence) -> None:
         """Release the sequence's blocks, the last one first. Nothing happens when it holds none.
@@ -223,12 +221,14 @@ class KVCache:
             table = self._tables[sequence]
             if table.copy is not None:
                 self._finish_copy(table)
-            self._publish(sequence, table)
+            if sequence.num_computed_tokens >= (table.num_published + 1) * self.block_size:
+                self._publish(sequence, table)
 
     def _publish(self, sequence: Sequence, table: _Table) -> None:
-        first, last = table.num_published, sequence.num_computed_tokens // self.block_size
-        if last == first or (namespace := self.namespace(sequence)) is None:
+        namespace = self.namespace(sequence)
+        if namespace is None:
             return
+        first, last = table.num_published, sequence.num_computed_tokens // self.block_size
         parent = table.block_ids[first - 1] if first else None
         tokens = sequence.token_ids[first * self.block_size : last * self.block_size]
         blocks = self._allocator.publish(namespace, parent, tokens, table.block_ids[first:last])
@@ -284,12 +284,18 @@ class KVCache:
             self._allocator.free(block_ids[::-1])
         return count
 
+    def _plan_copy(self, table: _Table, source: int, destination: int, num_slots: int) -> None:
+        table.copy = (source, destination, num_slots)
+        self._copied_from[source] = self._copied_from.get(source, 0) + 1
+
     def _finish_copy(self, table: _Table) -> None:
         if table.copy is not None:
             source = table.copy[0]
             table.copy = None
             self._allocator.free((source,))
             self._copied_from[source] -= 1
+            if not self._copied_from[source]:
+                del self._copied_from[source]
 
     def batch(self, plan: Seq[ScheduledSequence]) -> Batch:
         """The arrays of one step, for a plan whose tokens all have slots."""
@@ -312,8 +318,10 @@ class KVCache:
             starts.append(start)
             ends.append(end)
             query_start.append(query_start[-1] + num_tokens)
-            logit_rows += range(query_start[-2], query_start[-2] + num_scored)
-            logit_rows += [query_start[-1] - 1] * len(draws)
+            if num_scored:
+                logit_rows += range(query_start[-2], query_start[-2] + num_scored)
+            if draws:
+                logit_rows += [query_start[-1] - 1] * len(draws)
         block_tables = self._block_tables(plan, ends)
 
         # Few and simple numpy calls: for one sequence their number, not their size, is what a step costs.
