@@ -3,11 +3,14 @@
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +23,7 @@ from minivllm.server.service import Service
 from minivllm.server.settings import ServerSettings
 
 MODEL = "tiny"
+SERVE = (sys.executable, "-c", "from minivllm.cli import main; main()", "serve")
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
@@ -35,13 +39,18 @@ class Gate:
         self._permits = threading.Semaphore(0)
         self._open = True
         self.num_steps = 0
+        self.held = False  #: a step waits to be let through
+        self.seconds = 0.0  #: that each step takes more
         executor: Any = engine.executor
         execute = executor.execute
 
         def gated(*arguments: Any) -> Any:
             if not self._open:
+                self.held = True
                 self._permits.acquire()
+                self.held = False
             self.num_steps += 1
+            time.sleep(self.seconds)
             return execute(*arguments)
 
         executor.execute = gated
@@ -164,3 +173,19 @@ def events(text: str) -> list[Any]:
 
 def with_setup(**changes: Any) -> Setup:
     return replace(ENDLESS, **changes)
+
+
+def start_server(model: Path, *options: str) -> tuple["subprocess.Popen[str]", str]:
+    """A process that serves, and its address."""
+    process = subprocess.Popen(
+        [*SERVE, str(model), "--port", "0", "--num-blocks", "64", "--served-model-name", MODEL, *options],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    address = ""
+    for line in process.stderr:
+        address = address or line.partition("listening on ")[2].partition(",")[0]
+        if line.startswith("ready"):
+            return process, address
+    raise AssertionError(f"it ended with {process.wait()}")

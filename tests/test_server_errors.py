@@ -2,8 +2,11 @@
 
 import json
 import resource
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +15,9 @@ import pytest
 from helpers_server import MODEL, Live, eventually, live_server, with_setup
 
 from minivllm.errors import ConfigError
-from minivllm.server.settings import ServerSettings
+from minivllm.server import middleware
+from minivllm.server.run import listen
+from minivllm.server.settings import ServerSettings, read_api_keys
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -73,7 +78,15 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         (TEXT, {"repetition_penalty": 0}, "repetition_penalty"),
         (TEXT, {"n": 0}, "n"),
         (TEXT, {"n": 5_000_000}, "n"),
+        (TEXT, {"n": 65}, "n"),
+        (TEXT, {"prompt": ["a"] * 256, "n": 5}, "n"),
         (TEXT, {"best_of": 2}, "best_of"),
+        (TEXT, {"prompt_logprobs": 21}, "prompt_logprobs"),
+        (TEXT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (TEXT, {"cache_salt": ""}, "cache_salt"),
+        (TEXT, {"cache_salt": "x" * 1025}, "cache_salt"),
+        (TEXT, {"priority": 2**63}, "priority"),
+        (TEXT, {"priority": 0.5}, "priority"),
         (TEXT, {"suffix": "x"}, "suffix"),
         (TEXT, {"logprobs": 21}, "logprobs"),
         (TEXT, {"logprobs": -1}, "logprobs"),
@@ -92,6 +105,7 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         (TEXT, {"logit_bias": {"1": 101}}, "logit_bias"),
         (TEXT, {"logit_bias": {"1": "x"}}, "logit_bias"),
         (TEXT, {"logit_bias": [1]}, "logit_bias"),
+        (TEXT, {"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
         (TEXT, {"logit_bias": {"1" * 4000: 1}}, "logit_bias"),
         (TEXT, {"stream": False, "stream_options": {"include_usage": True}}, None),
         (TEXT, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
@@ -176,6 +190,42 @@ def test_a_body_of_50_megabytes(live: Live, announced: bool) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 30 * 1024
 
 
+def raw(live: Live, data: bytes) -> bytes:
+    """What the server answers before it closes the connection."""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+        connection.sendall(data)
+        answer = b""
+        while piece := connection.recv(2**16):
+            answer += piece
+            if b"\r\n\r\n{" in answer and answer.endswith(b"}"):
+                break
+        return answer
+
+
+HEADERS = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+def test_a_large_body_that_waits_to_be_asked_for(live: Live) -> None:
+    answer = raw(live, HEADERS + b"expect: 100-continue\r\ncontent-length: 99999999999\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in answer
+
+
+def test_a_body_that_does_not_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.2)
+    answer = raw(live, HEADERS + b'content-length: 100\r\n\r\n{"prompt"')
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"timeout_error" in answer
+
+
+@pytest.mark.parametrize(
+    "data", [b"nonsense\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000]
+)
+def test_what_is_no_http(live: Live, data: bytes) -> None:
+    with suppress(ConnectionError):  # it may be closed before all of it is sent
+        answer = raw(live, data + b"\r\n\r\n")
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 40")
+    assert live.http.get("/health").status_code == 200
+
+
 def test_other_content_types(live: Live) -> None:
     with live.http as http:
         error = error_of(http.post(TEXT, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"}))
@@ -190,8 +240,8 @@ def test_other_content_types(live: Live) -> None:
     [
         ("GET", "/v1/audio/transcriptions", 404), ("POST", "/v1/images/generations", 404),
         ("POST", "/v1/fine_tuning/jobs", 404), ("GET", "/", 404), ("GET", "/v1/%ff", 404),
-        ("GET", "/..%2f..", 404), ("GET", TEXT, 405), ("DELETE", "/v1/models", 405), ("PUT", CHAT, 405),
-        ("POST", "/health", 405),
+        ("GET", "/..%2f..", 404), ("POST", TEXT + "/", 404), ("GET", TEXT, 405),
+        ("DELETE", "/v1/models", 405), ("PUT", CHAT, 405), ("POST", "/health", 405),
     ],
 )  # fmt: skip
 def test_wrong_routes(live: Live, method: str, path: str, status: int) -> None:
@@ -225,6 +275,23 @@ def test_a_prompt_beyond_the_context_has_both_numbers(live: Live) -> None:
         live.client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "long " * 400}], stream=True
         )
+
+
+def test_a_model_without_a_tokenizer() -> None:
+    with live_server(with_setup(tokenizer=False)) as live:
+        answer = live.post(TEXT, {"prompt": [1, 2], "max_tokens": 3}).json()
+        assert answer["usage"]["completion_tokens"] == 3 and answer["choices"][0]["text"] == ""
+        error_of(live.post(TEXT, {"prompt": "a"}))
+        error_of(live.post(TEXT, {"prompt": [1], "logprobs": 1}))
+        error_of(live.post(TEXT, {"prompt": [1], "stop": "a"}))
+        error_of(live.post(CHAT, {"messages": HI}))
+        error_of(live.post("/tokenize", {"prompt": "a"}))
+        error_of(live.post("/detokenize", {"tokens": [1]}))
+
+
+def test_a_model_without_a_chat_template() -> None:
+    with live_server(with_setup(chat_template=None)) as live:
+        assert "chat template" in error_of(live.post(CHAT, {"messages": HI, "stream": True}))["message"]
 
 
 def test_neighbours_of_wrong_requests_are_unharmed(live: Live) -> None:
@@ -393,3 +460,23 @@ def test_other_origins_are_not_let_in_unless_asked(live: Live) -> None:
 def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServerSettings(**{"model_name": "m"} | wrong)
+
+
+def test_key_files(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\n one \n\ntwo\n")
+    assert read_api_keys(file) == ("one", "two")
+    for text in ("", "# none\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="no API key"):
+            read_api_keys(file)
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_api_keys(path)
+
+
+def test_addresses_that_cannot_be_had() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for host, port in (("127.0.0.1", taken.getsockname()[1]), ("no.such.host.invalid", 0)):
+            with pytest.raises(ConfigError, match="cannot listen on"):
+                listen(ServerSettings(model_name="m", host=host, port=port))

@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from fakes import fake_continuation, fake_next
-from helpers_server import MODEL, Live, events, live_server
+from helpers_server import MODEL, Live, events, eventually, live_server, with_setup
 from pydantic import TypeAdapter
 
 from minivllm.server.responses import ChatCompletion, ChatCompletionChunk, Completion
@@ -245,6 +248,121 @@ def test_what_changes_nothing_is_taken(live: Live) -> None:
     live.client.completions.create(model=MODEL, prompt="a", max_tokens=1, best_of=1, n=1, suffix=None)
 
 
+# --- several answers, and what vLLM adds ---
+
+
+@pytest.fixture(scope="module")
+def native() -> Iterator[Live]:
+    """A tiny random model that draws."""
+    with live_server(with_setup(model="native")) as live:
+        yield live
+        live.wait_until_idle()
+
+
+@pytest.mark.parametrize("prompts", [["ab"], ["ab", "cd"]])
+def test_n_answers_both_ways(native: Live, prompts: list[str]) -> None:
+    """vllm#52398: n = 4, streamed and whole."""
+    options: Any = {"model": MODEL, "max_tokens": 12, "n": 4, "seed": 3}
+    whole = native.client.completions.create(prompt=prompts, **options)
+    texts = [choice.text for choice in whole.choices]
+    assert [choice.index for choice in whole.choices] == list(range(4 * len(prompts)))
+    assert len(set(texts)) > 1, "they are drawn apart"
+    assert whole.usage is not None and whole.usage.completion_tokens == 48 * len(prompts)
+    assert whole.usage.prompt_tokens == 2 * len(prompts)
+    pieces, ends, seen = [""] * len(texts), [0] * len(texts), []
+    native.gate.seconds = 0.005  # or all of it would be one piece
+    for chunk in native.client.completions.create(prompt=prompts, stream=True, **options):
+        (choice,) = chunk.choices
+        assert not ends[choice.index], "nothing comes after the end"
+        pieces[choice.index] += choice.text
+        ends[choice.index] += choice.finish_reason is not None
+        seen.append(choice.index)
+    native.gate.seconds = 0
+    assert pieces == texts and set(ends) == {1}
+    assert seen != sorted(seen), "they are interleaved"
+
+
+def test_n_chats(native: Live) -> None:
+    options: Any = {"model": MODEL, "messages": HI, "max_tokens": 12, "n": 4, "seed": 3, "logprobs": True}
+    whole = native.client.chat.completions.create(**options)
+    texts, roles = [""] * 4, []
+    for chunk in native.client.chat.completions.create(stream=True, **options):
+        (choice,) = chunk.choices
+        roles += [choice.index] if choice.delta.role else []
+        texts[choice.index] += choice.delta.content or ""
+    assert roles == [0, 1, 2, 3] and texts == [c.message.content for c in whole.choices]
+    assert all(c.logprobs and c.logprobs.content and len(c.logprobs.content) == 12 for c in whole.choices)
+
+
+@pytest.mark.parametrize("prompt", ["Say:\u00e9 ", list("Say:\u00e9 ".encode())])
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs(live: Live, prompt: Any, stream: bool) -> None:
+    """vllm#5334: the offsets are places in the text that is given back."""
+    for cached in (False, True):
+        body = {"prompt": prompt, "max_tokens": 9, "echo": True, "logprobs": 2}
+        if stream:
+            choices = [chunk["choices"][0] for chunk in text_chunks(live, **body)]
+        else:
+            choices = live.post("/v1/completions", body).json()["choices"]
+        text = "".join(choice["text"] for choice in choices)
+        parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        tokens, logprobs, tops, offsets = (
+            [value for part in parts for value in part[name]]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        )
+        assert text.startswith("Say:\u00e9 ") and len(tokens) == 7 + 9, cached
+        assert offsets == sorted(offsets) and offsets[:7] == [0, 1, 2, 3, 4, 4, 5]
+        for token, offset in zip(tokens, offsets, strict=True):
+            if not token.startswith("bytes:"):
+                assert text[offset : offset + len(token)] == token
+        assert logprobs[0] is None and tops[0] is None
+        assert None not in logprobs[1:]
+        assert all(token in top for token, top in zip(tokens[1:], tops[1:], strict=True))
+
+
+def test_prompt_logprobs(native: Live) -> None:
+    body = {"prompt": "abcd", "max_tokens": 1, "prompt_logprobs": 2}
+    text = native.post("/v1/completions", body).json()["choices"][0]["prompt_logprobs"]
+    assert text[0] is None and len(text) == 4
+    for known, token in zip(text[1:], "bcd", strict=True):
+        assert str(ord(token)) in known and {1, 2} <= {entry["rank"] for entry in known.values()}
+    chat = native.post("/v1/chat/completions", {"messages": HI, "max_tokens": 1, "prompt_logprobs": 0}).json()
+    assert [len(known) for known in chat["prompt_logprobs"][1:]] == [1] * (len("<user>Hi<a>") - 1)
+    assert "prompt_logprobs" not in native.post("/v1/completions", {"prompt": "a"}).json()["choices"][0]
+
+
+def test_cache_salts_keep_tenants_apart(live: Live) -> None:
+    def cached(salt: str | None) -> int:
+        prompt = "~ a prompt of several blocks, for two tenants"
+        body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+        usage = live.post("/v1/completions", body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(salt) for salt in ("one", "two", "one", "two", None)] == [0, 0, 32, 32, 0]
+
+
+def test_priorities() -> None:
+    with live_server(with_setup(max_num_seqs=1)) as live, ThreadPoolExecutor(4) as pool:
+        live.gate.close()
+        done: list[int] = []
+
+        def ask(priority: int) -> None:
+            answer = live.post("/v1/completions", {"prompt": "a", "max_tokens": 5, "priority": priority})
+            assert answer.status_code == 200
+            done.append(priority)
+
+        calls = [pool.submit(ask, -9)]
+        eventually(lambda: live.engine.metrics().num_running == 1)
+        for number, priority in enumerate((3, -1, 2), start=2):
+            calls.append(pool.submit(ask, priority))
+            eventually(lambda number=number: live.service.num_open == number)
+        eventually(lambda: live.num_waiting == 3)
+        live.gate.open()
+        for call in calls:
+            call.result()
+        assert done == [-9, -1, 2, 3]
+
+
 # --- sync and async, many at once ---
 
 
@@ -333,6 +451,16 @@ def test_metrics(live: Live) -> None:
     assert value("inter_token_latency_seconds_count") >= 3
     assert value("iteration_tokens_total_count") == live.engine.metrics().steps
     assert value("iteration_tokens_total_sum") == live.engine.metrics().computed_tokens
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(live: Live) -> None:
+    dashboard = Path(__file__).parent.parent / "examples" / "grafana-dashboard.json"
+    with live.http as http:
+        text = http.get("/metrics").text
+    known = {line.split("{")[0] for line in text.splitlines() if not line.startswith("#")}
+    queries = [t["expr"] for panel in json.loads(dashboard.read_text())["panels"] for t in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"mini_vllm:\w+", query)}
+    assert len(asked) > 10 and asked <= known
 
 
 def test_events_are_json_on_one_line(live: Live) -> None:

@@ -82,6 +82,8 @@ class AsyncEngine:
         params: Seq[SamplingParams],
         *,
         whole: bool = False,
+        cache_salt: str | None = None,
+        priority: int = 0,
         arrived_at: float | None = None,
     ) -> "AsyncIterator[Answers]":
         """Queue requests, all or none, and read their outputs within the ``async with``.
@@ -92,6 +94,7 @@ class AsyncEngine:
             prompts: token ids of each.
             params: of each.
             whole: the answers are wanted at the end only.
+            cache_salt: as for ``InferenceEngine.add_request``, and so is ``priority``.
             arrived_at: ``time.monotonic()`` of the arrival, for the observer; None: now.
 
         Raises:
@@ -101,7 +104,7 @@ class AsyncEngine:
         arrived_at = time.monotonic() if arrived_at is None else arrived_at
         answers = Answers(asyncio.get_running_loop(), whole, arrived_at)
         self._num_adding += 1
-        self._commands.put(partial(self._add, answers, prompts, params))
+        self._commands.put(partial(self._add, answers, prompts, params, cache_salt, priority))
         try:
             if self._stopped is not None:  # set before the queue's last reading: nobody else answers this
                 raise EngineStoppedError(str(self._stopped))
@@ -195,10 +198,25 @@ class AsyncEngine:
         for loop, woken in to_wake.items():
             _call_soon(loop, partial(_wake, woken))
 
-    def _add(self, answers: "Answers", prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> None:
+    def _add(
+        self,
+        answers: "Answers",
+        prompts: Seq[Seq[int]],
+        params: Seq[SamplingParams],
+        cache_salt: str | None,
+        priority: int,
+    ) -> None:
         refusal: Exception | None = None
         try:
-            answers.expect(self.engine.add_requests(prompts, params, stream=True, outbox=answers.outbox))
+            request_ids = self.engine.add_requests(
+                prompts,
+                params,
+                stream=True,
+                outbox=answers.outbox,
+                cache_salt=cache_salt,
+                priority=priority,
+            )
+            answers.expect(request_ids)
             self._open.add(answers)
         except Exception as error:
             refusal = error
@@ -340,7 +358,8 @@ def merged(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
     for completion in later.outputs:
         before = completions.get(completion.index)
         completions[completion.index] = completion if before is None else _joined(before, completion)
-    return replace(later, outputs=list(completions.values()))
+    prompt_logprobs = later.prompt_logprobs if earlier.prompt_logprobs is None else earlier.prompt_logprobs
+    return replace(later, outputs=list(completions.values()), prompt_logprobs=prompt_logprobs)
 
 
 def _joined(earlier: CompletionOutput, later: CompletionOutput) -> CompletionOutput:

@@ -29,7 +29,12 @@ def create_app(service: Service) -> ASGIApp:
 
 def create_api(service: Service) -> FastAPI:
     """The routes alone."""
-    api = FastAPI(title="mini-vllm", version=minivllm.__version__, description="OpenAI-compatible server.")
+    api = FastAPI(
+        title="mini-vllm",
+        version=minivllm.__version__,
+        description="OpenAI-compatible server.",
+        redirect_slashes=False,
+    )
     api.state.service = service
     for module in (chat, completions, other_routes):
         api.include_router(module.router)

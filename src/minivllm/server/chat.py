@@ -8,10 +8,11 @@ from fastapi import APIRouter, Response
 
 from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.engine.outputs import RequestOutput
+from minivllm.sampling_params import SamplingParams
 from minivllm.server.conversion import chat_params
 from minivllm.server.generation import Format, Generation, Head, finish_reason
 from minivllm.server.json_body import JSONRoute
-from minivllm.server.logprobs import chat_logprobs
+from minivllm.server.logprobs import chat_logprobs, prompt_logprobs
 from minivllm.server.protocol import ChatCompletionRequest, Message, TemplateFields
 from minivllm.server.responses import (
     ERRORS,
@@ -35,18 +36,9 @@ async def create_chat_completion(body: ChatCompletionRequest, service: ServiceOf
     """Answer a conversation."""
     service.check_model(body.model)
     params = chat_params(body)
-    engine, usage_asked = service.engine, bool(body.stream_options and body.stream_options.include_usage)
-    chat = ChatFormat(
-        Head.new("chatcmpl", service), service.tokenizer, body.n or 1, body.top_logprobs or 0, usage_asked
-    )
-    return Generation(
-        service,
-        chat,
-        lambda: [chat_prompt(engine, body.messages, body)],
-        params,
-        stream=bool(body.stream),
-        include_usage=usage_asked,
-    )
+    engine = service.engine
+    chat = ChatFormat(Head.new("chatcmpl", service), service.tokenizer, params, body.wants_usage)
+    return Generation(service, body, params, lambda: [chat_prompt(engine, body.messages, body)], chat)
 
 
 def chat_prompt(engine: InferenceEngine, messages: Seq[Message], wishes: TemplateFields) -> list[int]:
@@ -74,13 +66,11 @@ def _template_message(message: Message) -> dict[str, Any]:
 class ChatFormat(Format):
     """Chat completions and their chunks."""
 
-    def __init__(
-        self, head: Head, tokenizer: Tokenizer, num_choices: int, num_top: int, usage_asked: bool
-    ) -> None:
+    def __init__(self, head: Head, tokenizer: Tokenizer, params: SamplingParams, usage_asked: bool) -> None:
         self._head = head
         self._tokenizer = tokenizer
-        self._num_choices = num_choices
-        self._num_top = num_top
+        self._num_choices = params.n
+        self._num_top = params.logprobs or 0
         self._usage_asked = usage_asked
 
     def opening(self, num_prompts: int) -> list[Mapping[str, Any]]:
@@ -146,6 +136,8 @@ class ChatFormat(Format):
             "choices": choices,
             "usage": usage,
         }
+        if outputs[0].prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
         return answer
 
     def _chunk(self, choice: ChunkChoice | None) -> ChatCompletionChunk:

@@ -1,6 +1,5 @@
 """``mini-vllm serve``: options, nothing else. The server itself is loaded when it is asked for."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -109,5 +108,6 @@ def serve(
 
 
 def _name(model: str) -> str:
-    """Of a path its last part; an alias and a Hub name are names already."""
-    return Path(model).resolve().name if os.path.exists(model) else model
+    """Of a path its last part, without a file's suffix; an alias and a Hub name are names already."""
+    path = Path(model).resolve()
+    return model if not path.exists() else path.stem if path.is_file() else path.name

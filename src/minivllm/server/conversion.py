@@ -1,10 +1,11 @@
 """From a request's body to SamplingParams: the one place where OpenAI's names become the engine's."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from minivllm.errors import shown
-from minivllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from minivllm.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from minivllm.server.errors import bad_request
 from minivllm.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
@@ -12,16 +13,10 @@ from minivllm.server.protocol import ChatCompletionRequest, CompletionRequest, G
 _SAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens", "min_tokens", "presence_penalty",
-    "frequency_penalty", "repetition_penalty",
+    "frequency_penalty", "repetition_penalty", "n",
 )  # fmt: skip
-#: What the engine cannot do yet: the values at which a field asks for nothing.
-_NOT_YET: dict[str, tuple[object, ...]] = {
-    "n": (None, 1),
-    "prompt_logprobs": (None,),
-    "cache_salt": (None,),
-    "priority": (None, 0),
-}
 COMPLETION_MAX_TOKENS = 16
+MAX_CHOICES = 1024  # of all prompts together
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
@@ -55,20 +50,32 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
             f"best_of is {shown(body.best_of)}; all samples that are drawn are answered, so it must be n",
             "best_of",
         )
-    if body.echo and body.logprobs is not None:
-        raise bad_request("echo with logprobs is not supported; leave one of them out", "echo")
+    num_choices = len(several(body.prompt)) * (body.n or 1)
+    if num_choices > MAX_CHOICES:
+        raise bad_request(
+            f"the prompts times n are {shown(num_choices)} texts; a request may have {MAX_CHOICES:,}", "n"
+        )
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return _params(body, max_tokens, _number_of_logprobs("logprobs", body.logprobs))
+    params = _params(body, max_tokens, _number_of_logprobs("logprobs", body.logprobs))
+    if body.echo and params.logprobs is not None:
+        most = max(params.logprobs, params.prompt_logprobs or 0)
+        params = replace(params, prompt_logprobs=most)
+    return params
+
+
+def several(prompt: Any) -> list[Any]:
+    """The prompts of a text completion, whether there was one or a list of them."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 def _params(body: GenerationRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    for name, neutral in _NOT_YET.items():
-        if getattr(body, name) not in neutral:
-            raise bad_request(f"{name} is not supported; leave it out", name)
+    if body.stream and body.prompt_logprobs is not None:
+        raise bad_request("a stream has no prompt_logprobs; leave out one of both", "prompt_logprobs")
     values = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     if body.logit_bias is not None:
         values["logit_bias"] = _logit_bias(body.logit_bias)
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **values)
+    prompt_logprobs = _number_of_logprobs("prompt_logprobs", body.prompt_logprobs)
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **values)
 
 
 def _number_of_logprobs(name: str, value: int | None) -> int | None:
@@ -79,8 +86,8 @@ def _number_of_logprobs(name: str, value: int | None) -> int | None:
 
 
 def _logit_bias(value: Any) -> Any:
-    """JSON has token ids as strings. Whatever is no object is left to SamplingParams to refuse."""
-    if not isinstance(value, dict):
+    """JSON has token ids as strings. What is no object, or too large, is left to SamplingParams to refuse."""
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
         return value
     for key in value:
         if not _TOKEN_ID.fullmatch(key):

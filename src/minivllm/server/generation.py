@@ -11,15 +11,18 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from minivllm.engine.async_engine import Answers
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.errors import ApiError, as_api_error, internal_error, timed_out, unavailable
+from minivllm.server.protocol import GenerationRequest
 from minivllm.server.responses import FinishReason, Usage
 from minivllm.server.service import Service
 
@@ -99,28 +102,25 @@ class Generation(Response):
     """An answer to be generated while it is sent.
 
     Args:
+        body: the request; how it wants to be served.
         make_prompts: gives the token ids of each prompt; run in another thread.
-        stream: as server-sent events.
-        include_usage: end the stream with the usage.
     """
 
     def __init__(
         self,
         service: Service,
-        answer_format: Format,
-        make_prompts: Callable[[], Seq[Seq[int]]],
+        body: GenerationRequest,
         params: SamplingParams,
-        *,
-        stream: bool,
-        include_usage: bool,
+        make_prompts: Callable[[], Seq[Seq[int]]],
+        answer_format: Format,
     ) -> None:
         super().__init__()
         self._service = service
-        self._format = answer_format
-        self._make_prompts = make_prompts
+        self._body = body
         self._params = params
-        self._stream = stream
-        self._include_usage = include_usage
+        self._make_prompts = make_prompts
+        self._format = answer_format
+        self._stream = bool(body.stream)
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -148,7 +148,7 @@ class Generation(Response):
 
     async def _answer_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         tokens = TokenCount()
-        async with self._service.answers(self._make_prompts, self._params, whole=True) as answers:
+        async with self._answers() as answers:
             outputs = await answers.all()
         for output in outputs:
             _check(output)
@@ -159,7 +159,7 @@ class Generation(Response):
 
     async def _answer_events(self, send: Send) -> None:
         tokens = TokenCount()
-        async with self._service.answers(self._make_prompts, self._params, whole=False) as answers:
+        async with self._answers() as answers:
             order = {request_id: i for i, request_id in enumerate(answers.request_ids)}
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -173,17 +173,27 @@ class Generation(Response):
                         chunks += self._format.chunks(order[output.request_id], output)
                     await _send_events(send, chunks)
             except Exception as error:
-                await _end(send, _event(as_api_error(error).body(), b"event: error\n"))
+                await _end(send, _error_event(as_api_error(error)))
                 return
-        if self._include_usage:
+        if self._body.wants_usage:
             await _send_events(send, [self._format.usage_chunk(tokens.usage())])
         await _end(send, _DONE)
+
+    def _answers(self) -> AbstractAsyncContextManager[Answers]:
+        return self._service.answers(
+            self._make_prompts,
+            self._params,
+            whole=not self._stream,
+            cache_salt=self._body.cache_salt,
+            priority=self._body.priority or 0,
+        )
 
     async def _give_up(self, send: Send, error: ApiError) -> None:
         if not self._started:
             raise error
         if self._stream:
-            await asyncio.wait_for(_end(send, _event(error.body(), b"event: error\n")), LAST_WORDS_SECONDS)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(_end(send, _error_event(error)), LAST_WORDS_SECONDS)
 
 
 def finish_reason(completion: CompletionOutput) -> FinishReason | None:
@@ -216,6 +226,10 @@ async def _end(send: Send, event: bytes) -> None:
     await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
-def _event(data: Mapping[str, Any], name: bytes = b"") -> bytes:
+def _event(data: Mapping[str, Any]) -> bytes:
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return name + b"data: " + text.encode() + b"\n\n"
+    return b"data: " + text.encode() + b"\n\n"
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"event: error\n" + _event(error.body())

@@ -1,9 +1,11 @@
 """Logprobs in OpenAI's two shapes: a chat's list of tokens, and the parallel lists of a text completion."""
 
 import codecs
+from collections.abc import Sequence as Seq
+from collections.abc import Set
 
 from minivllm.engine.outputs import CompletionOutput, Logprob
-from minivllm.server.responses import ChatLogprobs, CompletionLogprobs, TopLogprob
+from minivllm.server.responses import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TopLogprob
 from minivllm.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # OpenAI's stand-in for -infinity, which JSON does not have
@@ -27,45 +29,65 @@ def chat_logprobs(completion: CompletionOutput, tokenizer: Tokenizer, num_top: i
     }
 
 
+def prompt_logprobs(logprobs: Seq[dict[int, Logprob] | None]) -> PromptLogprobs:
+    """As vLLM has them."""
+    return [
+        None
+        if known is None
+        else {
+            str(token_id): {
+                "logprob": _finite(logprob.logprob),
+                "rank": logprob.rank,
+                "decoded_token": logprob.decoded_token,
+            }
+            for token_id, logprob in known.items()
+        }
+        for known in logprobs
+    ]
+
+
 class CompletionLogprobsBuilder:
-    """Owner of the place in a choice's text, of which the offsets are told.
+    """Owner of the place in a text, of which the offsets are told.
 
     Args:
+        skipped: tokens that are not in the text.
         start: characters before the first token.
         continues_text: a space at the beginning is text, which is so wherever other text comes before.
+        num_top: likeliest tokens to tell of.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool, start: int, continues_text: bool
+        self,
+        tokenizer: Tokenizer,
+        skipped: Set[int],
+        *,
+        start: int,
+        continues_text: bool,
+        num_top: int,
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._offset = start
+        self._num_top = num_top
         self._strips = tokenizer.strips_leading_space and not continues_text
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def add(
-        self, token_ids: list[int], logprobs: list[dict[int, Logprob] | None], num_top: int
-    ) -> CompletionLogprobs:
-        """Of the next tokens; None: one that had nothing before it, as a prompt's first."""
+    def add(self, token_ids: Seq[int], logprobs: Seq[dict[int, Logprob] | None]) -> CompletionLogprobs:
+        """Of the next tokens; None is for one that has nothing before it, as a prompt's first."""
         result: CompletionLogprobs = {
-            "tokens": [],
+            "tokens": [self._text(token_id) for token_id in token_ids],
             "token_logprobs": [],
             "top_logprobs": [],
-            "text_offset": [],
+            "text_offset": [self._pass(token_id) for token_id in token_ids],
         }
         for token_id, known in zip(token_ids, logprobs, strict=True):
-            result["tokens"].append(self._text(token_id))
-            result["token_logprobs"].append(None if known is None else _finite(known[token_id].logprob))
-            result["top_logprobs"].append(
-                None
-                if known is None
-                else {
-                    self._text(i): _finite(logprob.logprob)
-                    for i, logprob in _chosen_and_likeliest(token_id, known, num_top)
-                }
-            )
-            result["text_offset"].append(self._pass(token_id))
+            if known is None:
+                result["token_logprobs"].append(None)
+                result["top_logprobs"].append(None)
+                continue
+            told = _chosen_and_likeliest(token_id, known, self._num_top)
+            result["token_logprobs"].append(_finite(known[token_id].logprob))
+            result["top_logprobs"].append({self._text(i): _finite(logprob.logprob) for i, logprob in told})
         return result
 
     def _pass(self, token_id: int) -> int:
@@ -88,6 +110,18 @@ class CompletionLogprobsBuilder:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def joined(earlier: CompletionLogprobs | None, later: CompletionLogprobs) -> CompletionLogprobs:
+    """Those of a text's beginning and of what follows."""
+    if earlier is None:
+        return later
+    return {
+        "tokens": earlier["tokens"] + later["tokens"],
+        "token_logprobs": earlier["token_logprobs"] + later["token_logprobs"],
+        "top_logprobs": earlier["top_logprobs"] + later["top_logprobs"],
+        "text_offset": earlier["text_offset"] + later["text_offset"],
+    }
 
 
 def _entry(token_id: int, logprob: Logprob, tokenizer: Tokenizer) -> TopLogprob:

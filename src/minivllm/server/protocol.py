@@ -163,6 +163,11 @@ class GenerationRequest(Strict):
     guided_grammar: NotSupported = None
     structured_outputs: NotSupported = None
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream is to end with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:

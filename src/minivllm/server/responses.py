@@ -60,6 +60,18 @@ class ChatChoice(TypedDict):
     finish_reason: FinishReason
 
 
+class PromptLogprob(TypedDict):
+    """A token at a place of the prompt, as vLLM has it."""
+
+    logprob: float
+    rank: int  #: 1: the likeliest
+    decoded_token: str | None
+
+
+#: For each token of the prompt: token id → logprob, its own and those of the likeliest; null for the first.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class ChatCompletion(TypedDict):
     """``POST /v1/chat/completions``."""
 
@@ -70,6 +82,7 @@ class ChatCompletion(TypedDict):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]  #: if they were asked for
 
 
 class Delta(TypedDict):
@@ -116,6 +129,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_logprobs: NotRequired[PromptLogprobs]  #: if they were asked for
 
 
 class Completion(TypedDict):

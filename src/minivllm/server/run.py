@@ -5,14 +5,16 @@ listen ─► load the model (503 meanwhile) ─► answer ─► first signal: 
 """
 
 import asyncio
-import logging
+import copy
 import os
 import socket
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from uvicorn.config import LOGGING_CONFIG
 
 from minivllm.config import EngineConfig
 from minivllm.engine.inference_engine import InferenceEngine
@@ -21,8 +23,6 @@ from minivllm.factory import create_engine
 from minivllm.server.app import create_app
 from minivllm.server.service import Service
 from minivllm.server.settings import ServerSettings
-
-logger = logging.getLogger(__name__)
 
 LAST_CONNECTIONS_SECONDS = 3  # for answers that are complete, but not read yet
 
@@ -54,6 +54,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 create_app(service),
                 lifespan="off",
+                log_config=_log_config(),
                 log_level="info" if settings.access_log else "warning",
                 access_log=settings.access_log,
                 server_header=False,
@@ -96,15 +97,16 @@ async def _serve(
         if done.exception() is not None:
             server.end()
             return
-        service.start(done.result())
+        service.start(done.result(), config)
         announce(f"{done.result().describe()}\nready: {settings.model_name}")
 
     loaded.add_done_callback(start)
     _load(config, loaded)
     await server.serve([listener])
     await service.close()
-    if loaded.done():
-        loaded.result()
+    if not loaded.done():
+        os._exit(0)  # nothing can end the loading but the end of the process
+    loaded.result()
 
 
 def _load(config: EngineConfig, loaded: asyncio.Future[InferenceEngine]) -> None:
@@ -120,6 +122,14 @@ def _load(config: EngineConfig, loaded: asyncio.Future[InferenceEngine]) -> None
             loop.call_soon_threadsafe(loaded.set_result, engine)
 
     threading.Thread(target=load, name="mini-vllm loader", daemon=True).start()
+
+
+def _log_config() -> dict[str, Any]:
+    """uvicorn's, with everything on stderr, and our own loggers beside."""
+    config = copy.deepcopy(LOGGING_CONFIG)
+    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    config["loggers"]["minivllm"] = {"handlers": ["default"]}
+    return config
 
 
 def listen(settings: ServerSettings) -> socket.socket:

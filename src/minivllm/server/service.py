@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 import minivllm
+from minivllm.config import EngineConfig
 from minivllm.engine.async_engine import Answers, AsyncEngine
 from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.errors import RequestError, shown
@@ -44,9 +45,9 @@ class Service:
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="mini-vllm prompts")
         self._preparing: set[Future[Any]] = set()
 
-    def start(self, engine: InferenceEngine) -> None:
-        """From now on requests are answered, by this engine."""
-        made_of = f"{minivllm.__version__} {self.settings.model_name} {engine.describe()} {engine.seed}"
+    def start(self, engine: InferenceEngine, config: EngineConfig | None = None) -> None:
+        """From now on requests are answered, by this engine, which was made after this configuration."""
+        made_of = f"{minivllm.__version__} {self.settings.model_name} {engine.executor.name} {config}"
         self.fingerprint = f"fp_{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
         self._engine = AsyncEngine(engine, self.metrics)
         self.metrics.watch(self._engine)
@@ -89,7 +90,7 @@ class Service:
         """
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
-            raise RequestError("this model has no tokenizer; it takes and gives token ids only", "prompt")
+            raise RequestError("this model has no tokenizer, which this request needs; give it token ids")
         return tokenizer
 
     def check_model(self, wanted: str | None) -> None:
@@ -129,14 +130,22 @@ class Service:
         params: SamplingParams,
         *,
         whole: bool,
+        cache_salt: str | None,
+        priority: int,
     ) -> AsyncIterator[Answers]:
         """The answers to what ``make_prompts`` returns. See ``AsyncEngine.requests`` and ``prepare``."""
         engine, arrived_at = self._ready(), time.monotonic()
         self.num_open += 1
         try:
             prompts = await self.prepare(make_prompts)
-            wishes = [params] * len(prompts)
-            async with engine.requests(prompts, wishes, whole=whole, arrived_at=arrived_at) as answers:
+            async with engine.requests(
+                prompts,
+                [params] * len(prompts),
+                whole=whole,
+                cache_salt=cache_salt,
+                priority=priority,
+                arrived_at=arrived_at,
+            ) as answers:
                 yield answers
         finally:
             self.num_open -= 1
@@ -154,7 +163,7 @@ class Service:
             await asyncio.sleep(0.02)
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:  # not async, it would be called in a thread
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
