@@ -39,6 +39,7 @@ LATE_IMPORTS = {
     ("minivllm.factory", "minivllm.executors.torch_"),
     ("minivllm.models.registry", "huggingface_hub"),
     ("minivllm.text.hf_tokenizer", "huggingface_hub"),
+    ("minivllm.bench.memory.plot", "matplotlib.figure"),
     ("minivllm.bench.compare", "minivllm.bench.export"),  # and with it the gguf package
     ("minivllm.bench.cli", "minivllm.bench.plots"),  # and with it pandas and matplotlib
     # FastAPI and its kin take half a second, which only `serve` is to cost.
@@ -68,12 +69,12 @@ OUTSIDERS = {
         "minivllm.bench.peer_worker",
     },
     "pandas": {"minivllm.bench.plots"},
-    "matplotlib": {"minivllm.bench.plots", "minivllm.bench.serving.plot"},
+    "matplotlib": {"minivllm.bench.plots", "minivllm.bench.memory.plot", "minivllm.bench.serving.plot"},
     "gguf": {"minivllm.bench.export"},
     "tokenizers": {"minivllm.text"},
     "jinja2": {"minivllm.text"},
     "huggingface_hub": {"minivllm.models.registry", "minivllm.text.hf_tokenizer"},
-    "rich": {"minivllm.llm", *CLIS},
+    "rich": {"minivllm.llm", "minivllm.bench.memory.report", *CLIS},
     "typer": {"minivllm.cli_options", *CLIS},
     "httpx": {"minivllm.bench.serving.client"},
     **{name: {"minivllm.server"} for name in SERVER_PACKAGES},

@@ -92,7 +92,7 @@ struct Run {
             const std::vector<int32_t> query_start = {0, static_cast<int32_t>(ids.size())};
             const std::vector<int32_t> context = {static_cast<int32_t>(end)};
             const std::vector<int32_t> last = {static_cast<int32_t>(ids.size()) - 1}, none, zero = {0}, starts = {0, 0};
-            const std::vector<int32_t> five = {5};
+            const std::vector<int32_t> five = {5}, draw = {-1};
             const std::vector<float> cold = {0}, one = {1}, no_bias;
             const std::vector<uint64_t> seed = {0};
             const auto array = [](const auto& v) {
@@ -101,8 +101,9 @@ struct Run {
             const Batch batch{array(ids),   array(positions), array(slots), array(query_start), array(context),
                               array(table), static_cast<int64_t>(table.size()), array(last), array(none)};
             const SamplingBatch sampling{array(cold), array(zero), array(one),  array(cold),   array(one),    array(cold),
-                                         array(cold), array(seed), array(zero), array(zero),   array(five),   array(starts),
-                                         array(none), array(none), array(starts), array(none), array(no_bias)};
+                                         array(cold), array(seed), array(zero), array(zero),   array(five),   array(draw),
+                                         array(starts), array(none), array(none), array(starts), array(none),
+                                         array(no_bias)};
             top = decoder.execute(batch, sampling).top_logprobs;
         }
         return top;

@@ -15,12 +15,14 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any, Literal
 
 from minivllm.batch import StepResult
-from minivllm.engine.admission import Admission, Prompt, check_lists, numbered
+from minivllm.engine.admission import Admission, Prompt
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.prefix_store import load_prefix_cache, save_prefix_cache
 from minivllm.engine.request import Request
 from minivllm.engine.turns import Turns
 from minivllm.errors import ModelError, RequestError, shown
@@ -29,7 +31,7 @@ from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.sampler import row_without_token, sampling_batch
 from minivllm.sampling_params import BeamSearchParams, SamplingParams
 from minivllm.scheduler import Scheduler
-from minivllm.sequence import ScheduledSequence, Sequence
+from minivllm.sequence import ScheduledSequence, Sequence, logit_rows
 from minivllm.text.chat_template import render_chat
 from minivllm.text.tokenizer import Tokenizer
 
@@ -140,30 +142,17 @@ class InferenceEngine:
                 it is not read any more. None: ``step`` returns them.
         """
         with self._turns:
-            check_lists(prompts, params, request_ids)
-            first = self._num_added
-            if request_ids is None:
-                request_ids = [self._unused_id(first + i) for i in range(len(prompts))]
-            requests: dict[str, Request] = {}
-            for i, (prompt, wish, request_id) in enumerate(zip(prompts, params, request_ids, strict=True)):
-                with numbered("prompt", i, len(prompts)):
-                    request = self._admission.request(
-                        first + i,
-                        request_id,
-                        prompt,
-                        wish,
-                        stream=stream,
-                        outbox=self._ready if outbox is None else outbox,
-                        cache_salt=cache_salt,
-                        priority=priority,
-                    )
-                    if request_id in self._requests or request_id in requests:
-                        raise RequestError(
-                            f"there is an unfinished request {shown(request_id)} already; "
-                            f"choose another request_id",
-                            "request_id",
-                        )
-                    requests[request_id] = request
+            requests = self._admission.requests(
+                self._num_added,
+                prompts,
+                params,
+                request_ids,
+                self._requests,
+                stream=stream,
+                outbox=self._ready if outbox is None else outbox,
+                cache_salt=cache_salt,
+                priority=priority,
+            )
             self._num_added += len(requests)
             self._requests.update(requests)
             for request in requests.values():
@@ -247,26 +236,12 @@ class InferenceEngine:
         plan = self.scheduler.schedule()
         if not plan:
             return
-        rows, positions = _logit_rows(plan)
-        try:
-            result = self.executor.execute(self.kv_cache.batch(plan), sampling_batch(rows, positions))
-        except Exception as error:
-            row = row_without_token(error)
-            if row is None:
-                for request_id in dict.fromkeys(entry.sequence.request_id for entry in plan):
-                    self._fail(self._requests[request_id])
-                raise
-            failed = rows[row]
-            # All that depend on this row are over; the others' tokens are drawn again in the next step.
-            self._fail(self._requests[failed.request_id], failed)
-            raise ModelError(
-                f"the model's logits are no numbers for request {shown(failed.request_id)}: "
-                f"its weights are damaged, or too large for their dtype ({error})"
-            ) from error
-        drawn: list[tuple[int, Sequence, int]] = []
-        beams: dict[Request, list[int]] = {}  # their rows
+        rows = logit_rows(plan)
+        result = self._execute(plan, rows)
+        drawn: list[tuple[int, Sequence, int]] = []  # row, whose it is, token
+        beams: dict[Request, list[int]] = {}  # rows of each search
         for row, (sequence, position, token_id) in enumerate(
-            zip(rows, positions, result.token_ids.tolist(), strict=True)
+            zip(*rows, result.token_ids.tolist(), strict=True)
         ):
             if position < sequence.num_prompt_tokens:
                 self._requests[sequence.request_id].score_prompt(position, result, row)
@@ -280,6 +255,23 @@ class InferenceEngine:
         self._take(drawn, result)
         for request, its_rows in beams.items():
             self._branch(request, its_rows, result)
+
+    def _execute(self, plan: Seq[ScheduledSequence], rows: tuple[Seq[Sequence], Seq[int]]) -> StepResult:
+        """Run the model. If that fails, the requests that it concerns are over."""
+        try:
+            return self.executor.execute(self.kv_cache.batch(plan), sampling_batch(*rows))
+        except Exception as error:
+            row = row_without_token(error)
+            if row is None:
+                for request_id in dict.fromkeys(entry.sequence.request_id for entry in plan):
+                    self._fail(self._requests[request_id])
+                raise
+            failed = rows[0][row]  # the others' tokens are drawn again in the next step
+            self._fail(self._requests[failed.request_id], failed)
+            raise ModelError(
+                f"the model's logits are no numbers for request {shown(failed.request_id)}: "
+                f"its weights are damaged, or too large for their dtype ({error})"
+            ) from error
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -337,9 +329,19 @@ class InferenceEngine:
         return self._admission.encode(text, add_special_tokens=False)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, so that the next requests compute everything. Running ones go on."""
+        """Forget every cached prefix that no running request uses, so that the next ones compute it anew."""
         with self._turns:
             self.kv_cache.reset_prefix_cache()
+
+    def save_prefix_cache(self, path: str | Path) -> int:
+        """Write what is cached to a file and return the number of blocks: see ``engine.prefix_store``."""
+        with self._turns:
+            return save_prefix_cache(Path(path), self.kv_cache, self.executor)
+
+    def load_prefix_cache(self, path: str | Path) -> int:
+        """Take a saved cache and return the number of its blocks: see ``engine.prefix_store``."""
+        with self._turns:
+            return load_prefix_cache(Path(path), self.kv_cache, self.executor)
 
     # --- what others may see ---
 
@@ -363,12 +365,9 @@ class InferenceEngine:
     def describe(self) -> str:
         """What is reserved and what fits, in a line or two for people."""
         return (
-            f"KV cache: {self.kv_cache.geometry}\n"
-            f"{self.executor.name} executor on {self.executor.device}, "
+            f"KV cache: {self.kv_cache.geometry}\n{self.executor.name} executor on {self.executor.device}, "
             f"up to {self.max_model_len:,} tokens a request"
         )
-
-    # --- inside ---
 
     def _take(self, drawn: Seq[tuple[int, Sequence, int]], result: StepResult) -> None:
         """Turn the tokens of a step into text, end what a stop string ends, and deliver what can be given."""
@@ -420,22 +419,3 @@ class InferenceEngine:
             del self._requests[request.request_id]
             self._num_finished += 1
         return output
-
-    def _unused_id(self, ordinal: int) -> str:
-        request_id = str(ordinal)
-        while request_id in self._requests:  # a client chose it
-            request_id += "_"
-        return request_id
-
-
-def _logit_rows(plan: Seq[ScheduledSequence]) -> tuple[list[Sequence], list[int]]:
-    """For each logit row of the plan's Batch: whose token it yields, and the index of that token there."""
-    sequences: list[Sequence] = []
-    positions: list[int] = []
-    for sequence, _, num_scored, draws in plan:
-        first = sequence.num_computed_tokens + 1
-        positions += range(first, first + num_scored)
-        positions += [len(child.token_ids) for child in draws]
-        sequences += [sequence] * num_scored
-        sequences += draws
-    return sequences, positions
