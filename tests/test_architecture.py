@@ -42,11 +42,18 @@ LATE_IMPORTS = {
     ("minivllm.models.registry", "huggingface_hub"),
     ("minivllm.text.hf_tokenizer", "huggingface_hub"),
     ("minivllm.text.grammar", "llguidance"),  # 0.15 s, for structured outputs only
+    ("minivllm.bench.memory.plot", "matplotlib.figure"),
     ("minivllm.bench.compare", "minivllm.bench.export"),  # and with it the gguf package
     ("minivllm.bench.cli", "minivllm.bench.plots"),  # and with it pandas and matplotlib
     # FastAPI and its kin take half a second, which only `serve` is to cost.
     ("minivllm.server.cli", "minivllm.server.run"),
+    ("minivllm.server.cli", "minivllm.server.run_batch"),
+    ("minivllm.server.cli", "minivllm.server.batch_file"),
     ("minivllm.server.cli", "minivllm.server.settings"),
+    # They need httpx and matplotlib.
+    ("minivllm.bench.serving.cli", "minivllm.bench.serving.client"),
+    ("minivllm.bench.serving.cli", "minivllm.bench.serving.load"),
+    ("minivllm.bench.serving.cli", "minivllm.bench.serving.plot"),
     # A script that another Python runs, which has one of them.
     *(("minivllm.bench.peer_worker", peer) for peer in PEERS),
 }
@@ -54,6 +61,7 @@ SERVER_PACKAGES = (
     "fastapi", "jiter", "prometheus_client", "pydantic", "pydantic_core", "starlette", "typing_extensions",
     "uvicorn",
 )  # fmt: skip
+CLIS = ("minivllm.cli", "minivllm.bench.cli", "minivllm.bench.serving.cli", "minivllm.server.cli")
 #: Who may import what is not ours; numpy and the standard library are everybody's.
 OUTSIDERS = {
     **{peer: {"minivllm.bench.peer_worker"} for peer in PEERS},
@@ -64,14 +72,15 @@ OUTSIDERS = {
         "minivllm.bench.peer_worker",
     },
     "pandas": {"minivllm.bench.plots"},
-    "matplotlib": {"minivllm.bench.plots"},
+    "matplotlib": {"minivllm.bench.plots", "minivllm.bench.memory.plot", "minivllm.bench.serving.plot"},
     "gguf": {"minivllm.bench.export"},
     "tokenizers": {"minivllm.text"},
     "jinja2": {"minivllm.text"},
     "llguidance": {"minivllm.text.grammar"},
     "huggingface_hub": {"minivllm.models.registry", "minivllm.text.hf_tokenizer"},
-    "rich": {"minivllm.llm", "minivllm.cli", "minivllm.bench.cli", "minivllm.server.cli"},
-    "typer": {"minivllm.cli", "minivllm.cli_options", "minivllm.bench.cli", "minivllm.server.cli"},
+    "rich": {"minivllm.llm", "minivllm.bench.memory.report", *CLIS},
+    "typer": {"minivllm.cli_options", *CLIS},
+    "httpx": {"minivllm.bench.serving.client"},
     **{name: {"minivllm.server"} for name in SERVER_PACKAGES},
 }
 #: `_core` holds the allocator, the decoder and the machine's limits; each has one face.

@@ -251,7 +251,7 @@ def test_no_block_is_lost(data: st.DataObject) -> None:
     [
         ({"beam_width": 0}, "beam_width must be an integer from 1 to 64, not 0"),
         ({"beam_width": 2, "max_tokens": 0}, "max_tokens must be an integer from 1 to"),
-        ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty must be a number from -10 to 10"),
+        ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty must be a number from -5 to 5"),
         ({"beam_width": 2, "early_stopping": "always"}, "early_stopping must be true, false or 'never'"),
         ({"beam_width": 2, "early_stopping": 1}, "early_stopping must be true, false or 'never', not 1"),
         ({"beam_width": 2, "ignore_eos": None}, "ignore_eos must be true or false"),

@@ -16,6 +16,7 @@ from minivllm.kv_cache.memory import DEFAULT_SHARE, available_memory, plan_pool
 from minivllm.models.config import ModelConfig
 from minivllm.sampling_params import SamplingParams
 from minivllm.sequence import ScheduledSequence, Sequence
+from minivllm.sequence import logit_rows as yielded
 
 MIB = 2**20
 
@@ -121,7 +122,9 @@ def test_batch_agrees_with_its_definition(data: st.DataObject, block_size: int) 
         count = data.draw(st.integers(1, length - computed))
         s = sequence(seq_id, length, computed)
         assert cache.allocate(s, computed)  # grown in two steps, so that tables interleave
-        plan.append(ScheduledSequence(s, count, 0, (s,) if computed + count == length else ()))
+        draws = (s,) * data.draw(st.integers(1, 3)) if computed + count == length else ()
+        scored = data.draw(st.integers(0, count - (computed + count == length)))
+        plan.append(ScheduledSequence(s, count, scored, draws))
     for s, count, *_ in reversed(plan):
         # More than the step needs: what lies beyond the context must not show.
         assert cache.allocate(s, s.num_computed_tokens + count + block_size)
@@ -129,7 +132,7 @@ def test_batch_agrees_with_its_definition(data: st.DataObject, block_size: int) 
 
     row = 0
     logit_rows = []
-    for i, (s, count, _, draws) in enumerate(plan):
+    for i, (s, count, scored, draws) in enumerate(plan):
         table = cache.table(s)
         assert batch.query_start[i] == row
         context = s.num_computed_tokens + count
@@ -143,10 +146,14 @@ def test_batch_agrees_with_its_definition(data: st.DataObject, block_size: int) 
             slot = table[position // block_size] * block_size + position % block_size
             assert batch.slot_mapping[row] == slot
             row += 1
-        if draws:
-            logit_rows.append(row - 1)
+        logit_rows += [*range(row - count, row - count + scored), *[row - 1] * len(draws)]
     assert batch.query_start[-1] == row == len(batch.token_ids)
-    assert batch.logit_rows.tolist() == logit_rows
+    assert batch.logit_rows.tolist() == logit_rows == sorted(logit_rows)
+    sequences, positions = yielded(plan)
+    assert len(sequences) == len(positions) == len(logit_rows)
+    for yielder, position, logit_row in zip(sequences, positions, logit_rows, strict=True):
+        assert position == batch.positions[logit_row] + 1
+        assert yielder is plan[int(np.searchsorted(batch.query_start, logit_row, side="right")) - 1].sequence
     for name in type(batch).__dataclass_fields__:
         array = getattr(batch, name)
         assert array.dtype == np.int32 and array.flags.c_contiguous, name

@@ -16,7 +16,7 @@ from fakes import FakeExecutor
 from helpers_models import CONTEXT, HIDDEN, LLAMA_CONFIG, llama_tensors, write_hf
 from helpers_text import byte_level_backend, write_hf_directory
 
-from minivllm import LLM, EngineConfig, SamplingParams
+from minivllm import LLM, BeamSearchParams, EngineConfig, SamplingParams
 from minivllm.errors import ConfigError, ModelError, RequestError
 
 VOCAB = 400
@@ -69,6 +69,55 @@ def test_text_and_its_token_ids_are_answered_alike(llm: LLM) -> None:
     assert (by_text.prompt, by_ids.prompt) == (text, None)
     completion = by_text.outputs[0]
     assert completion.text == byte_level_backend().decode(completion.token_ids)
+
+
+def test_several_answers_to_each_prompt(llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=8, seed=1, ignore_eos=True)
+    outputs = llm.generate(["the dog", "the cat"], params)
+    for output in outputs:
+        assert [choice.index for choice in output.outputs] == [0, 1, 2]
+        assert len({choice.text for choice in output.outputs}) == 3
+        for choice in output.outputs:
+            assert choice.text == byte_level_backend().decode(choice.token_ids)
+    (chat,) = llm.chat([{"role": "user", "content": "the dog"}], params)
+    assert len(chat.outputs) == 3
+
+
+def test_beam_search_answers_with_the_likeliest(llm: LLM) -> None:
+    params = BeamSearchParams(4, max_tokens=6, ignore_eos=True)
+    first, second = llm.beam_search(["the dog", [5, 6, 7]], params, use_tqdm=False)
+    for output in (first, second):
+        logprobs = [choice.cumulative_logprob for choice in output.outputs]
+        assert len(logprobs) == 4 and logprobs == sorted(logprobs, reverse=True)
+    assert first.outputs[0].text == byte_level_backend().decode(first.outputs[0].token_ids)
+    (greedy,) = llm.generate(
+        "the dog", SamplingParams(max_tokens=6, temperature=0, logprobs=0, ignore_eos=True)
+    )
+    assert first.outputs[0].cumulative_logprob >= greedy.outputs[0].cumulative_logprob
+    assert free_blocks(llm) == (64, 0)
+
+
+def test_each_way_takes_its_own_params(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="a BeamSearchParams; generate takes SamplingParams"):
+        llm.generate("a", BeamSearchParams(2))
+    with pytest.raises(RequestError, match="a SamplingParams; beam_search takes BeamSearchParams"):
+        llm.beam_search("a", SamplingParams())
+
+
+def test_salts_and_reset(llm: LLM) -> None:
+    prompt = list(range(100, 140))
+
+    def cached(salt: str | None) -> int:
+        return llm.generate(prompt, GREEDY, cache_salt=salt, priority=3)[0].num_cached_tokens
+
+    llm.reset_prefix_cache()
+    assert [cached(None), cached("x"), cached("x"), cached(None)] == [0, 0, 32, 32]
+    llm.reset_prefix_cache()
+    assert cached(None) == 0
+    conversation = [{"role": "user", "content": "the dog sat on the mat " * 4}]
+    assert llm.chat(conversation, GREEDY, cache_salt="y")[0].num_cached_tokens == 0
+    assert llm.chat(conversation, GREEDY, cache_salt="y")[0].num_cached_tokens > 0
+    assert llm.chat(conversation, GREEDY, cache_salt="z")[0].num_cached_tokens == 0
 
 
 def test_results_are_in_the_order_of_the_prompts_each_with_its_own_params(llm: LLM) -> None:

@@ -341,6 +341,9 @@ def test_sampling_that_does_not_fit_is_refused() -> None:
     executor = make(LLAMA)
     with pytest.raises(ValueError, match="temperature is not for 1 rows"):
         executor.execute(GOOD, greedy(2))
+    for token_id in (203, -2):
+        with pytest.raises(ValueError, match=f"given_token_ids: no token {token_id}"):
+            executor.execute(GOOD, sampling(1, given_token_ids=token_id))
     with pytest.raises(ValueError, match="bias_token_ids: no token 203"):
         ids, values = np.array([203], np.int32), np.zeros(1, np.float32)
         start = np.array([0, 1], np.int32)
@@ -385,6 +388,27 @@ def test_two_threads_of_python_take_turns() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_row_may_yield_several_tokens_and_given_ones() -> None:
+    executor = make(LLAMA)
+    tokens = LONG[:130]
+    rows = np.array([*range(120), *[129] * 40], np.int32)  # more than a slice of the head, and not distinct
+    batch = dataclasses.replace(prompt_batch(tokens), logit_rows=rows)
+    given = np.array([*tokens[1:121], *[-1] * 40], np.int32)
+    choices = np.array([*[0] * 120, *range(40)], np.int32)
+    result = executor.execute(
+        batch,
+        sampling(160, given_token_ids=given, choice=choices, num_logprobs=np.full(160, 3, np.int32), seed=5),
+    )
+    assert result.token_ids[:120].tolist() == tokens[1:121]
+    assert len(set(result.token_ids[120:].tolist())) > 10
+    for row in (0, 60, 119, 120, 137, 159):
+        alone = executor.execute(
+            dataclasses.replace(batch, logit_rows=rows[row : row + 1]),
+            sampling(1, given_token_ids=given[row], choice=choices[row], num_logprobs=3, seed=5),
+        )
+        assert same(result, alone, row)
 
 
 def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,14 +286,17 @@ def test_every_choice_is_the_models_through_preemptions(data: st.DataObject) -> 
             assert output.outputs[choice].token_ids == expected
 
 
-@pytest.mark.parametrize(("block_size", "num_blocks"), [(16, 17), (1, 190), (5, 40)])
-def test_nothing_changes_a_bit(block_size: int, num_blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "kv_dtype"),
+    [(16, 17, "float32"), (1, 190, "float32"), (5, 40, "bfloat16"), (5, 40, "int8")],
+)
+def test_nothing_changes_a_bit(block_size: int, num_blocks: int, kv_dtype: str) -> None:
     rng = random.Random(block_size)
     stem = [rng.randrange(1, 256) for _ in range(50)]
     prompts = [stem[: rng.randrange(1, 50)] + [rng.randrange(1, 256)] * rng.randrange(4) for _ in range(6)]
     prompts += [stem[:32], stem[:32]]
     params = SamplingParams(n=3, max_tokens=40, temperature=0.9, seed=5, logprobs=3, ignore_eos=True)
-    setup = Setup(model="native")
+    setup = Setup(model="native", kv_dtype=kv_dtype)
     expected = [[alone(setup, prompt, params, i) for i in range(3)] for prompt in prompts]
     for budget, caching in ((64, True), (7, True), (20, False)):
         tight = replace(

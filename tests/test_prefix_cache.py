@@ -51,10 +51,12 @@ def test_only_what_is_new_is_computed(prompt: list[int], computed: int) -> None:
     assert computed_by(engine, prompt) == computed
     metrics = engine.metrics()
     assert (metrics.queried_tokens, metrics.cached_tokens) == (40 + len(prompt), len(prompt) - computed)
+    assert metrics.prefix_hit_rate == metrics.cached_tokens / metrics.queried_tokens
 
 
 def test_outputs_tell_what_was_cached() -> None:
     engine = Setup().engine()
+    assert engine.metrics().prefix_hit_rate == 0
     assert answer(engine, PROMPT, SHORT).num_cached_tokens == 0
     assert answer(engine, PROMPT, SHORT).num_cached_tokens == 32
     engine.reset_prefix_cache()

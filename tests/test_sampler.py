@@ -380,6 +380,28 @@ def test_sampling_batch_lays_out_its_rows() -> None:
     }
 
 
+def test_given_tokens_get_raw_logprobs_and_nothing_else() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 3, (3, 50)).astype(np.float32)
+    params = SamplingParams(
+        temperature=2, repetition_penalty=3, logit_bias={7: -100}, min_tokens=2, logprobs=1, prompt_logprobs=5
+    )
+    sequence = make_sequence(params, prompt=[3, 7, 9, 7])
+    batch = sampling_batch([sequence] * 3, [1, 2, 4])
+    assert batch.given_token_ids.tolist() == [7, 9, -1]
+    assert batch.num_logprobs.tolist() == [5, 5, 1]
+    assert batch.penalty_start.tolist() == [0, 0, 0, 3] and batch.bias_start.tolist()[:3] == [0, 0, 0]
+    result = sample(logits, batch)
+    assert result.token_ids.tolist()[:2] == [7, 9] and result.token_ids[2] != 7
+    logprobs = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(result.logprobs[:2], [logprobs[0, 7], logprobs[1, 9]], rtol=1e-6)
+    for row, token_id in ((0, 7), (1, 9)):
+        assert result.ranks[row] == 1 + (logits[row] > logits[row, token_id]).sum()
+        assert result.top_token_ids[row].tolist() == np.argsort(-logits[row])[:5].tolist()
+    with pytest.raises(RuntimeError, match="logit row 1 has no token to choose"):
+        sample(np.array([logits[0], np.full(50, np.nan), logits[2]], np.float32), batch)
+
+
 def test_dtypes_are_those_of_the_boundary() -> None:
     float32 = {
         "temperature",

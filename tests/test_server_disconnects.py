@@ -69,14 +69,14 @@ def test_blocks_are_free_within_a_step(live: Live, stage: str, stream: bool, har
         for i in range(2):
             others.append(connect(live))
             others[-1].sendall(request({"prompt": f"other {i}", "max_tokens": 500}))
-            eventually(lambda i=i: live.service.num_open == i + 1)
-        eventually(lambda: engine.metrics().num_running > 0)
+            eventually(lambda i=i: engine.metrics().num_running + live.num_waiting == i + 1)
+        eventually(lambda: gate.held)
         gate.step()
         eventually(lambda: engine.metrics().num_running == 2)
     # Steps of 64 tokens: the prompt takes 10.
     connection = connect(live)
     connection.sendall(request({"prompt": "p" * 600, "max_tokens": 300, "stream": stream}))
-    eventually(lambda: live.service.num_open == len(others) + 1)
+    eventually(lambda: engine.metrics().num_running + live.num_waiting == len(others) + 1)
     steps = {"queued": 1, "prompt": 3, "answer": 20}[stage]
     done = gate.num_steps
     gate.step(steps)

@@ -5,6 +5,7 @@ import resource
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from helpers_server import MODEL, Live, eventually, live_server, with_setup
 
 from minivllm.errors import ConfigError
+from minivllm.server import middleware
 from minivllm.server.run import listen
 from minivllm.server.settings import ServerSettings, read_api_keys
 
@@ -202,6 +204,42 @@ def test_a_body_of_50_megabytes(live: Live, announced: bool) -> None:
         error = error_of(http.post(TEXT, content=pieces(), headers=headers), 413)
     assert error["code"] == "body_too_large" and "2,097,152" in error["message"]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 30 * 1024
+
+
+def raw(live: Live, data: bytes) -> bytes:
+    """What the server answers before it closes the connection."""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+        connection.sendall(data)
+        answer = b""
+        while piece := connection.recv(2**16):
+            answer += piece
+            if b"\r\n\r\n{" in answer and answer.endswith(b"}"):
+                break
+        return answer
+
+
+HEADERS = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+def test_a_large_body_that_waits_to_be_asked_for(live: Live) -> None:
+    answer = raw(live, HEADERS + b"expect: 100-continue\r\ncontent-length: 99999999999\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in answer
+
+
+def test_a_body_that_does_not_arrive(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.2)
+    answer = raw(live, HEADERS + b'content-length: 100\r\n\r\n{"prompt"')
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"timeout_error" in answer
+
+
+@pytest.mark.parametrize(
+    "data", [b"nonsense\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000]
+)
+def test_what_is_no_http(live: Live, data: bytes) -> None:
+    with suppress(ConnectionError):  # it may be closed before all of it is sent
+        answer = raw(live, data + b"\r\n\r\n")
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 40")
+    assert live.http.get("/health").status_code == 200
 
 
 def test_other_content_types(live: Live) -> None:

@@ -34,8 +34,9 @@ struct Row {
         };
         return {array(temperature), array(top_k),        array(top_p),         array(min_p),       array(repetition),
                 array(presence),    array(frequency),    array(seed),          array(choice),      array(position),
-                array(num_logprobs), array(given), array(penalty_start), array(penalty_ids), array(penalty_counts), array(bias_start),
-                array(bias_ids),    array(bias_values),  array(mask_row),      array(masks),       static_cast<int64_t>(masks.size())};
+                array(num_logprobs), array(given),    array(penalty_start), array(penalty_ids), array(penalty_counts),
+                array(bias_start),  array(bias_ids), array(bias_values), array(mask_row), array(masks),
+                static_cast<int64_t>(masks.size())};
     }
 };
 
@@ -172,6 +173,14 @@ void test_logprobs() {
         CHECK(result.top_token_ids[i] == expected[i]);
         CHECK(std::abs(result.top_logprobs[i] - (logits[static_cast<size_t>(expected[i])] - std::log(sum))) < 1e-6);
     }
+    row.given[0] = 0;  // whatever the temperature
+    row.temperature[0] = 5;
+    const SamplingBatch told = row.batch();
+    StepResult given(told);
+    CHECK(sampler.sample(logits.data(), told, 0, given));
+    CHECK(given.token_ids[0] == 0 && given.ranks[0] == 3 && given.top_token_ids[0] == 1);
+    CHECK(std::abs(given.logprobs[0] - (1 - std::log(sum))) < 1e-6);
+    row.given[0] = -1;
     row.num_logprobs[0] = 20;  // more than the vocabulary holds
     const SamplingBatch all = row.batch();
     StepResult all_result(all);

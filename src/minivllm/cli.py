@@ -1,4 +1,4 @@
-"""The command line: ``mini-vllm pull | generate | chat | serve | bench``.
+"""The command line: ``mini-vllm pull | generate | chat | serve | run-batch | bench``.
 
 Results go to stdout, everything else to stderr. An error raised on purpose is one line and exit 1; a wrong
 command line is one line and exit 2. Knows nothing of blocks or tensors.
@@ -9,8 +9,10 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,7 +28,7 @@ from minivllm.errors import ConfigError, MiniVLLMError, RequestError
 from minivllm.factory import create_engine
 from minivllm.models.pull import ALIASES, MODEL_ALIASES, pull
 from minivllm.sampling_params import SamplingParams
-from minivllm.server.cli import serve
+from minivllm.server.cli import run_batch, serve
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -37,6 +39,7 @@ app = typer.Typer(
     help="A small LLM inference engine with a paged KV cache.",
 )
 app.command("serve")(serve)
+app.command("run-batch")(run_batch)
 app.add_typer(bench_app, name="bench")
 notes = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
@@ -44,6 +47,14 @@ MODEL_HELP = (
     f"An alias ({', '.join(MODEL_ALIASES)}), a GGUF file, a directory, a NanoGPT ckpt.pt, or a Hub name."
 )
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+PrefixCacheFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prefix-cache",
+        metavar="FILE",
+        help="Keep the prefix cache there: loaded at the start, if the file exists, and saved at the end.",
+    ),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -94,6 +105,7 @@ def generate(
         int | None,
         typer.Option("--logprobs", help="With --json: logprobs of this many tokens at each place."),
     ] = None,
+    prefix_cache: PrefixCacheFile = None,
 ) -> None:
     """Continue a text, streaming it as it is generated."""
     if logprobs is not None and not as_json:
@@ -102,16 +114,16 @@ def generate(
     config = engine.config(model)
     text = _standard_input() if prompt == "-" else prompt
     wanted: Prompt = _parsed_ids(text) if token_ids else text
-    running = _start(config)
-    if max_tokens is None:
-        params = replace(params, max_tokens=_default_max_tokens(running, wanted, params))
-    if as_json:
-        running.add_request(wanted, params)
-        while not (outputs := running.step()):
-            pass
-        typer.echo(json.dumps(asdict(outputs[0])))
-    else:
-        _print_stream(running.stream(wanted, params), params, token_ids)
+    with _started(config, prefix_cache) as running:
+        if max_tokens is None:
+            params = replace(params, max_tokens=_default_max_tokens(running, wanted, params))
+        if as_json:
+            running.add_request(wanted, params)
+            while not (outputs := running.step()):
+                pass
+            typer.echo(json.dumps(asdict(outputs[0])))
+        else:
+            _print_stream(running.stream(wanted, params), params, token_ids)
 
 
 @app.command()
@@ -127,10 +139,17 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", "-n", help="Of one answer; default: what the context holds.")
     ] = None,
+    prefix_cache: PrefixCacheFile = None,
 ) -> None:
     """Talk with a model that has a chat template. An empty line or Ctrl-D ends the conversation."""
     params = _seeded(sampling.params(max_tokens))
-    running = _start(engine.config(model))
+    with _started(engine.config(model), prefix_cache) as running:
+        _converse(running, params, message, system)
+
+
+def _converse(
+    running: InferenceEngine, params: SamplingParams, message: str | None, system: str | None
+) -> None:
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
 
     def answer(question: str) -> None:
@@ -157,6 +176,17 @@ def _start(config: EngineConfig) -> InferenceEngine:
         engine = create_engine(config)
     notes.print(f"{engine.describe()}, loaded in {time.perf_counter() - started:.1f} s", style="dim")
     return engine
+
+
+@contextmanager
+def _started(config: EngineConfig, prefix_cache: Path | None) -> Iterator[InferenceEngine]:
+    """The engine, with the prefix cache that was saved, which is saved again at the end."""
+    engine = _start(config)
+    if prefix_cache is not None and prefix_cache.exists():
+        notes.print(f"{engine.load_prefix_cache(prefix_cache):,} blocks from {prefix_cache}", style="dim")
+    yield engine
+    if prefix_cache is not None:
+        notes.print(f"{engine.save_prefix_cache(prefix_cache):,} blocks saved in {prefix_cache}", style="dim")
 
 
 def _seeded(params: SamplingParams) -> SamplingParams:

@@ -33,6 +33,10 @@ class ModelError(MiniVLLMError):
     """
 
 
+class PrefixCacheError(MiniVLLMError):
+    """A saved prefix cache cannot be written, or cannot be used: damaged, or of an engine unlike this one."""
+
+
 class BlockError(MiniVLLMError):
     """The block allocator was misused (double free, unknown block id): always a bug of the caller."""
 

@@ -136,7 +136,7 @@ class LLM:
         return self._run(wanted, [params] * len(wanted), use_tqdm, cache_salt=cache_salt, priority=priority)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, so that the next prompts are computed whole."""
+        """Forget every cached prefix that no running request uses, so that the next ones compute it anew."""
         self.engine.reset_prefix_cache()
 
     def _run(
@@ -212,6 +212,14 @@ class LLM:
         return self.generate(
             prompts, sampling_params, use_tqdm=use_tqdm, cache_salt=cache_salt, priority=priority
         )
+
+    def save_prefix_cache(self, path: str | Path) -> int:
+        """Write the prefix cache to a file: see ``engine.prefix_store``."""
+        return self.engine.save_prefix_cache(path)
+
+    def load_prefix_cache(self, path: str | Path) -> int:
+        """Take a saved prefix cache: see ``engine.prefix_store``."""
+        return self.engine.load_prefix_cache(path)
 
 
 def _prompt_list(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:

@@ -49,8 +49,8 @@ def sampling_batch(
     temperature, top_p, min_p, repetition, presence, frequency = floats
     top_k, choice, position, num_logprobs, given_token_ids = integers
     mask_row, mask_bits = _without_masks(len(sequences)) if masks is None else masks
-    penalty_start, penalised, counts = _laid_out([_penalty_counts(sequence) for sequence in sequences])
-    bias_start, biased, values = _laid_out([_biases(sequence) for sequence in sequences])
+    penalty_start, penalised, counts = _laid_out(list(map(_penalty_counts, sequences, positions)))
+    bias_start, biased, values = _laid_out(list(map(_biases, sequences, positions)))
     return SamplingBatch(
         temperature=temperature,
         top_k=top_k,
@@ -269,9 +269,11 @@ def _only(x: FloatArray, ids: npt.NDArray[np.intp]) -> FloatArray:
     return kept
 
 
-def _penalty_counts(sequence: Sequence) -> dict[int, int]:
+def _penalty_counts(sequence: Sequence, position: int) -> dict[int, int]:
     """Token id → occurrences in the output, for the tokens that this sequence's penalties touch."""
     params = sequence.params
+    if position < len(sequence.token_ids):
+        return {}
     if params.repetition_penalty != 1.0:  # the only one that touches tokens of the prompt
         return {**dict.fromkeys(sequence.token_ids, 0), **sequence.output_counts}
     if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
@@ -279,9 +281,11 @@ def _penalty_counts(sequence: Sequence) -> dict[int, int]:
     return {}
 
 
-def _biases(sequence: Sequence) -> dict[int, float]:
+def _biases(sequence: Sequence, position: int) -> dict[int, float]:
     """Token id → what is added to its logit; -inf for tokens that may not end the text yet."""
     params = sequence.params
+    if position < len(sequence.token_ids):
+        return {}
     biases: dict[int, float] = {**params.logit_bias} if params.logit_bias else {}
     if sequence.num_output_tokens < params.min_tokens:
         biases.update(dict.fromkeys(sequence.end_token_ids, -np.inf))

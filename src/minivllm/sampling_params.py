@@ -162,7 +162,7 @@ class BeamSearchParams:
 
     beam_width: int  #: texts that are followed at a time, and answered with; 1 to 64
     max_tokens: int | None = 16  #: tokens to generate at most; None: up to max_model_len, or what fits
-    length_penalty: float = 1.0  #: texts are ranked by logprob / length ** length_penalty; -10 to 10
+    length_penalty: float = 1.0  #: texts are ranked by logprob / length ** length_penalty; -5 to 5
     early_stopping: bool | Literal["never"] = False
     """When the search is over, once it has found as many ended texts as its width. True: at once. False: when
     the best beam, as long as it is now, would rank below them all. "never": when no beam can rank above the
@@ -173,7 +173,7 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
             "beam_width": _integer("beam_width", self.beam_width, 1, MAX_N),
-            "length_penalty": _real("length_penalty", self.length_penalty, -10.0, 10.0),
+            "length_penalty": _real("length_penalty", self.length_penalty, -5.0, 5.0),
         }
         if self.max_tokens is not None:
             checked["max_tokens"] = _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)

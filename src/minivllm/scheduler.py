@@ -82,9 +82,10 @@ class Scheduler:
         at = 0
         while at < len(self._running):  # preemption shortens it from the end
             group = self._running[at]
-            part = self._advance(group, spare + group.width)
-            plan += part
-            spare += group.width - sum([entry.num_tokens for entry in part])
+            spare += group.width
+            for entry in self._advance(group, spare):
+                plan.append(entry)
+                spare -= entry.num_tokens
             at += 1
         for group in self._waiting[: self.max_num_seqs]:
             num_seqs += group.width
@@ -98,9 +99,9 @@ class Scheduler:
             if not self._has_room_to_stay(group, prefix):
                 break
             self._admit(group, prefix)
-            part = self._advance(group, spare)
-            plan += part
-            spare -= sum([entry.num_tokens for entry in part])
+            for entry in self._advance(group, spare):
+                plan.append(entry)
+                spare -= entry.num_tokens
         return plan
 
     def _advance(self, group: SequenceGroup, budget: int) -> list[ScheduledSequence]:
@@ -108,33 +109,28 @@ class Scheduler:
 
         It is empty if there was too little room, and the group was itself the last one: it is preempted.
         """
-        sequences = group.sequences if group.begun else group.sequences[:1]
-        chosen: list[tuple[Sequence, int]] = []
-        num_missing = 0  # tokens that remain to be computed after this step
-        for at, sequence in enumerate(sequences, start=1):
+        begun = group.begun
+        sequences = group.sequences if begun else group.sequences[:1]
+        plan = []
+        others = len(sequences)  # that are still to get their part
+        together = True
+        for sequence in sequences:
+            others -= 1
             if sequence.status is SequenceStatus.WAITING and not self._rejoin(sequence):
-                num_missing += 1
+                together = False
                 continue
-            missing = sequence.num_tokens - sequence.num_computed_tokens
-            num_tokens = min(missing, budget - (len(sequences) - at))
-            if not self._make_room(group, sequence, sequence.num_computed_tokens + num_tokens):
+            start = sequence.num_computed_tokens
+            missing = len(sequence.token_ids) - start
+            num_tokens = min(missing, budget - others)
+            if not self._make_room(group, sequence, start + num_tokens):
                 return []
-            chosen.append((sequence, num_tokens))
             budget -= num_tokens
-            num_missing += missing - num_tokens
-        if not group.begun:
-            return [_beginning(group, num_tokens) for _, num_tokens in chosen]
-        if num_missing == 0:
-            return [
-                ScheduledSequence(sequence, num_tokens, 0, (sequence,)) for sequence, num_tokens in chosen
-            ]
-        # They draw together, so whoever could draw now leaves its last token for later.
-        parts = []
-        for sequence, num_tokens in chosen:
-            num_tokens -= sequence.num_computed_tokens + num_tokens == sequence.num_tokens
-            if num_tokens:
-                parts.append(ScheduledSequence(sequence, num_tokens))
-        return parts
+            if num_tokens < missing:
+                together = False
+            plan.append(ScheduledSequence(sequence, num_tokens, 0, (sequence,)))
+        if not begun:
+            return [_beginning(group, plan[0].num_tokens)]
+        return plan if together else _without_draws(plan)
 
     def _admit(self, group: SequenceGroup, prefix: CachedPrefix) -> None:
         """From waiting to running, with what the cache has of the first sequence's tokens."""
@@ -218,15 +214,14 @@ class Scheduler:
 
         Args:
             plan: as ``schedule`` gave it.
-            drawn: the sequences that draw in the plan, and their tokens.
+            drawn: the samples that draw in the plan, and their tokens. Beams go on by ``branch``.
         """
         for sequence, num_tokens, *_ in plan:
             sequence.num_computed_tokens += num_tokens
         self._kv_cache.commit(plan)
         for parent, _, _, draws in plan:
-            for child in draws:
-                if child is not parent:
-                    self._fork(parent, child)
+            for child in draws[1:]:  # those that begin with the parent's row
+                self._fork(parent, child)
         for sequence, token_id in drawn:
             sequence.append(token_id)
             params = sequence.params
@@ -269,6 +264,7 @@ class Scheduler:
         if sequence.status is not SequenceStatus.FINISHED:
             group = self._groups[sequence.request_id]
             group.sequences.remove(sequence)
+            group.width = len(group.sequences)
             if not group.sequences:
                 (self._running if group in self._running else self._waiting).remove(group)
                 del self._groups[sequence.request_id]
@@ -285,3 +281,13 @@ def _beginning(group: SequenceGroup, num_tokens: int) -> ScheduledSequence:
     num_scored = min(end, first.num_prompt_tokens - 1) - start if first.scores_prompt else 0
     draws = tuple(group.sequences) if end == first.num_tokens else ()
     return ScheduledSequence(first, num_tokens, num_scored, draws)
+
+
+def _without_draws(plan: Seq[ScheduledSequence]) -> list[ScheduledSequence]:
+    """For a group of which some have more to compute: the others leave their last token for later."""
+    parts = []
+    for sequence, num_tokens, *_ in plan:
+        num_tokens -= sequence.num_computed_tokens + num_tokens == sequence.num_tokens
+        if num_tokens:
+            parts.append(ScheduledSequence(sequence, num_tokens))
+    return parts

@@ -6,7 +6,7 @@ SequenceGroup, 3 samples       prompt         output
   choice 2                                  └─[ x y z w …     as forks of it
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Literal, NamedTuple
@@ -92,8 +92,8 @@ class SequenceGroup:
     """
 
     sequences: list[Sequence]  #: those that are not finished, the one that computes the prompt first
+    width: int = 1  #: sequences that it runs, or will run once its prompt is computed
     priority: int = 0  #: lower ones first, then older ones
-    num_beams: int = 0  #: 0: samples. Else each step may replace the sequences, of which there are so many
     num_cached_tokens: int | None = None  #: taken from the prefix cache when first admitted; None before that
     admitted_at: float | None = None  #: ``time.monotonic()`` when first admitted
 
@@ -103,11 +103,6 @@ class SequenceGroup:
         return self.priority, self.sequences[0].seq_id
 
     @property
-    def width(self) -> int:
-        """Sequences that it runs, or will run once its prompt is computed."""
-        return max(len(self.sequences), self.num_beams)
-
-    @property
     def num_running(self) -> int:
         """Of its sequences, those that hold blocks."""
         return sum(sequence.status is SequenceStatus.RUNNING for sequence in self.sequences)
@@ -115,7 +110,8 @@ class SequenceGroup:
     @property
     def begun(self) -> bool:
         """Whether it has its first tokens; until then only the first sequence is computed."""
-        return self.sequences[0].num_output_tokens > 0
+        first = self.sequences[0]
+        return len(first.token_ids) > first.num_prompt_tokens
 
     @property
     def num_sure_tokens(self) -> int:
@@ -137,14 +133,19 @@ class ScheduledSequence(NamedTuple):
     their first tokens; none, if more is to be computed before."""
 
 
-def logit_rows(plan: Seq[ScheduledSequence]) -> tuple[list[Sequence], list[int]]:
-    """For each logit row of the plan's Batch: whose token it yields, and the index of that token there."""
+def logit_rows(plan: Iterable[ScheduledSequence]) -> tuple[list[Sequence], list[int]]:
+    """For each of the ``logit_rows`` of a plan's Batch: whose token it yields, and the index of that token.
+
+    Tokens of the prompt come before those that are drawn, as in the sequence.
+    """
     sequences: list[Sequence] = []
     positions: list[int] = []
     for sequence, _, num_scored, draws in plan:
-        first = sequence.num_computed_tokens + 1
-        positions += range(first, first + num_scored)
-        positions += [len(child.token_ids) for child in draws]
-        sequences += [sequence] * num_scored
-        sequences += draws
+        if num_scored:
+            first = sequence.num_computed_tokens + 1
+            sequences += [sequence] * num_scored
+            positions += range(first, first + num_scored)
+        for child in draws:
+            sequences.append(child)
+            positions.append(len(child.token_ids))
     return sequences, positions

@@ -1,4 +1,4 @@
-"""``mini-vllm bench latency | throughput | prefix | plot``: options, nothing else."""
+"""``mini-vllm bench latency | throughput | prefix | serve | memory | plot``: options, nothing else."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,11 @@ import typer
 from rich.console import Console
 
 from minivllm.bench.measure import Plan, measure, plan
+from minivllm.bench.memory.measure import Setting
+from minivllm.bench.memory.measure import measure as measure_memory
+from minivllm.bench.memory.plot import check_png, write_png
+from minivllm.bench.memory.report import print_report
+from minivllm.bench.serving.cli import serve
 from minivllm.config import Dtype, EngineConfig
 from minivllm.models.pull import MODEL_ALIASES
 
@@ -15,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Measure speed beside the machine's limits, and beside other engines.",
 )
+app.command("serve")(serve)
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Model = Annotated[
@@ -166,3 +172,60 @@ def _print(config: EngineConfig, wanted: Plan, as_json: bool) -> None:
     with notes.status("starting") as status:
         report = measure(config, wanted, status.update)
     typer.echo(json.dumps(report.as_json()) if as_json else report.as_text())
+
+
+@app.command()
+def memory(
+    workload: Annotated[str, typer.Option("--workload", help="sharegpt or alpaca: lengths like theirs.")] = (
+        Setting.workload
+    ),
+    requests: Annotated[
+        int | None, typer.Option("--requests", help="In a run; default: several times what fits at once.")
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", help="Requests a second, Poisson; default: twice what can be finished."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of lengths, arrivals and tokens.")] = Setting.seed,
+    block_size: Annotated[
+        int, typer.Option("--block-size", help="Tokens in a KV block.")
+    ] = Setting.block_size,
+    num_blocks: Annotated[
+        int | None, typer.Option("--num-blocks", help="Of the pool; default: 15,728 tokens, the paper's.")
+    ] = None,
+    max_model_len: Annotated[
+        int, typer.Option("--max-model-len", help='What "max" reserves for each request.')
+    ] = Setting.max_model_len,
+    max_num_batched_tokens: MaxBatchedTokens = Setting.max_num_batched_tokens,
+    real: Annotated[
+        str | None, typer.Option("--real", metavar="MODEL", help="Run this model, and not a simulation.")
+    ] = None,
+    quantization: QuantizationOption = "auto",
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Draw the bars, too (needs matplotlib).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What paging is worth: KV memory, requests at once and sharing, beside contiguous reservation."""
+    setting = Setting(
+        workload=workload,
+        requests=requests,
+        rate=rate,
+        seed=seed,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        real=real,
+        quantization=quantization,
+    )
+    if png is not None:
+        check_png(png)
+    with notes.status("starting") as status:
+        report = measure_memory(setting, status.update)
+    if as_json:
+        typer.echo(json.dumps(report.as_json()))
+    else:
+        print_report(report, Console(highlight=False, soft_wrap=True))
+    if png is not None:
+        write_png(report, png)

@@ -5,7 +5,7 @@ Everything about a request is checked here, before any work is done. Knows nothi
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,21 +44,59 @@ class Admission:
     seed: int
     compiler: GrammarCompiler | None  #: None if there is no tokenizer
 
-    def request(
+    def requests(
         self,
-        ordinal: int,
-        request_id: str,
-        prompt: Prompt,
-        wish: SamplingParams | BeamSearchParams,
+        first: int,
+        prompts: Seq[Prompt],
+        params: Seq[SamplingParams | BeamSearchParams],
+        request_ids: Seq[str] | None,
+        unfinished: Collection[str],
         *,
         stream: bool,
         outbox: deque[RequestOutput],
         cache_salt: str | None,
         priority: int,
+        grammars: Seq[Grammar | None],
+    ) -> dict[str, Request]:
+        """Check requests and give them their sequences; by request_id. Changes nothing.
+
+        Args:
+            first: ordinal of the first of them.
+            unfinished: request ids that may not be used.
+            others: as in ``InferenceEngine.add_requests``.
+
+        Raises:
+            RequestError: anything about one of them is wrong; which one is said.
+        """
+        check_lists(prompts, params, request_ids)
+        namespace, priority = _namespace(cache_salt), _priority(priority)
+        requests: dict[str, Request] = {}
+        for i, (prompt, wish, grammar) in enumerate(zip(prompts, params, grammars, strict=True)):
+            with numbered("prompt", i, len(prompts)):
+                if request_ids is None:
+                    request_id = str(first + i)
+                    while request_id in unfinished:  # a client chose it
+                        request_id += "_"
+                else:
+                    request_id = request_ids[i]
+                    _check_request_id(request_id, unfinished, requests)
+                requests[request_id] = self._request(
+                    first + i, request_id, prompt, wish, namespace, priority, stream, outbox, grammar
+                )
+        return requests
+
+    def _request(
+        self,
+        ordinal: int,
+        request_id: str,
+        prompt: Prompt,
+        wish: SamplingParams | BeamSearchParams,
+        namespace: bytes,
+        priority: int,
+        stream: bool,
+        outbox: deque[RequestOutput],
         grammar: Grammar | None,
     ) -> Request:
-        """Check a request and give it its sequences. Changes nothing. ``grammar`` is its of ``grammars``."""
-        _check_request_id(request_id)
         if not isinstance(wish, SamplingParams | BeamSearchParams):
             raise RequestError(
                 f"sampling_params is a {type(wish).__name__}; it must be a SamplingParams",
@@ -87,7 +125,7 @@ class Admission:
             seed=derived_seed(self.seed, ordinal) if params.seed is None else params.seed,
             max_num_tokens=max_num_tokens,
             end_token_ids=end_token_ids,
-            namespace=_namespace(cache_salt),
+            namespace=namespace,
         )
         search = None
         sequences = [first]
@@ -106,7 +144,7 @@ class Admission:
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
-            group=SequenceGroup(sequences, _priority(priority), num_beams=0 if search is None else params.n),
+            group=SequenceGroup(sequences, params.n, priority),
             params=params,
             builders=[OutputBuilder(sequence, self.tokenizer) for sequence in sequences],
             matchers=[None if grammar is None else grammar.matcher(end_token_ids) for _ in sequences],
@@ -127,6 +165,8 @@ class Admission:
             RequestError: the model has no tokenizer, or as ``GrammarCompiler.compile``.
         """
         result: list[Grammar | None] = []
+        if not isinstance(wishes, Seq):
+            return result  # ``requests`` refuses it
         for i, wish in enumerate(wishes):
             form = wish.structured_outputs if isinstance(wish, SamplingParams) else None
             with numbered("prompt", i, len(wishes)):
@@ -231,10 +271,15 @@ def derived_seed(engine_seed: int, ordinal: int) -> int:
     return z ^ (z >> 31)
 
 
-def _check_request_id(request_id: object) -> None:
+def _check_request_id(request_id: object, *taken: Collection[str]) -> None:
     if not isinstance(request_id, str) or not request_id:
         raise RequestError(
             f"request_id is {shown(request_id)}; it must be a string, and not empty", "request_id"
+        )
+    if any(request_id in ids for ids in taken):
+        raise RequestError(
+            f"there is an unfinished request {shown(request_id)} already; choose another request_id",
+            "request_id",
         )
 
 

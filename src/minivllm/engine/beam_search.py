@@ -61,26 +61,20 @@ class BeamSearch:
             beams: all of them, in the order of the last answer; at first the one that has the prompt.
             rows: the rows of ``result`` that have their likeliest next tokens, ``num_candidates`` or more.
         """
-        width = self._params.beam_width
-        candidates = [
-            (np.float32(logprob + score), beam, token_id)
-            for beam, row, score in zip(beams, rows, self._scores, strict=True)
-            for token_id, logprob in zip(
-                result.top_token_ids[row].tolist(), result.top_logprobs[row], strict=True
-            )
-            if token_id >= 0
-        ]
-        candidates.sort(key=lambda candidate: -candidate[0])  # stable: equals by beam, then as they are
+        width, most = self._params.beam_width, self.num_candidates
+        logprobs = result.top_logprobs[rows, :most] + np.array(self._scores)[:, None]  # [beams, candidates]
+        order = np.argsort(-logprobs, axis=None, kind="stable")[:most]  # equals by beam, then by token id
         length = beams[0].num_output_tokens + 1
         at_end = length >= self._max_length
         children: list[tuple[Sequence, int]] = []
         scores: list[np.float32] = []
-        for place, (score, beam, token_id) in enumerate(candidates[: self.num_candidates]):
+        for place, (index, rank) in enumerate(zip(*np.unravel_index(order, logprobs.shape), strict=True)):
+            score, token_id = logprobs[index, rank], int(result.top_token_ids[rows[index], rank])
             if at_end or token_id in self._end_token_ids:
                 if place < width:
-                    self._add(score, beam, token_id, length)
+                    self._add(score, beams[index], token_id, length)
             elif len(children) < width:
-                children.append((beam, token_id))
+                children.append((beams[index], token_id))
                 scores.append(score)
         self._scores = scores
         return children if children and self._may_improve(length) else []

@@ -15,13 +15,15 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any, Literal
 
 from minivllm.batch import StepResult
-from minivllm.engine.admission import Admission, Prompt, check_lists, numbered
+from minivllm.engine.admission import Admission, Prompt
 from minivllm.engine.masked_steps import MaskedSteps
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.prefix_store import load_prefix_cache, save_prefix_cache
 from minivllm.engine.request import Request
 from minivllm.engine.turns import Turns
 from minivllm.errors import ModelError, RequestError, shown
@@ -30,7 +32,7 @@ from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.sampler import row_without_token
 from minivllm.sampling_params import BeamSearchParams, SamplingParams
 from minivllm.scheduler import Scheduler
-from minivllm.sequence import Sequence, logit_rows
+from minivllm.sequence import ScheduledSequence, Sequence, logit_rows
 from minivllm.text.chat_template import render_chat
 from minivllm.text.grammar import Grammar, GrammarCompiler
 from minivllm.text.tokenizer import Tokenizer
@@ -145,34 +147,21 @@ class InferenceEngine:
                 it is not read any more. None: ``step`` returns them.
             grammars: what ``compile_grammar`` gave for each of ``params``; None: they are compiled here.
         """
-        check_lists(prompts, params, request_ids)
         if grammars is None:
             grammars = self._admission.grammars(params)
         with self._turns:
-            first = self._num_added
-            if request_ids is None:
-                request_ids = [self._unused_id(first + i) for i in range(len(prompts))]
-            requests: dict[str, Request] = {}
-            for i, request_id in enumerate(request_ids):
-                with numbered("prompt", i, len(prompts)):
-                    request = self._admission.request(
-                        first + i,
-                        request_id,
-                        prompts[i],
-                        params[i],
-                        stream=stream,
-                        outbox=self._ready if outbox is None else outbox,
-                        cache_salt=cache_salt,
-                        priority=priority,
-                        grammar=grammars[i],
-                    )
-                    if request_id in self._requests or request_id in requests:
-                        raise RequestError(
-                            f"there is an unfinished request {shown(request_id)} already; "
-                            f"choose another request_id",
-                            "request_id",
-                        )
-                    requests[request_id] = request
+            requests = self._admission.requests(
+                self._num_added,
+                prompts,
+                params,
+                request_ids,
+                self._requests,
+                stream=stream,
+                outbox=self._ready if outbox is None else outbox,
+                cache_salt=cache_salt,
+                priority=priority,
+                grammars=grammars,
+            )
             self._num_added += len(requests)
             self._requests.update(requests)
             for request in requests.values():
@@ -256,30 +245,12 @@ class InferenceEngine:
         plan = self.scheduler.schedule()
         if not plan:
             return
-        rows, positions = logit_rows(plan)
-        matchers = [
-            self._requests[row.request_id].matcher(row, at) for row, at in zip(rows, positions, strict=True)
-        ]
-        try:
-            batch = self.kv_cache.batch(plan)
-            result = self._masked_steps.execute(self.executor, batch, rows, positions, matchers)
-        except Exception as error:
-            row = row_without_token(error)
-            if row is None:
-                for request_id in dict.fromkeys(entry.sequence.request_id for entry in plan):
-                    self._fail(self._requests[request_id])
-                raise
-            failed = rows[row]
-            # All that depend on this row are over; the others' tokens are drawn again in the next step.
-            self._fail(self._requests[failed.request_id], failed)
-            raise ModelError(
-                f"the model's logits are no numbers for request {shown(failed.request_id)}: "
-                f"its weights are damaged, or too large for their dtype ({error})"
-            ) from error
-        drawn: list[tuple[int, Sequence, int]] = []
-        beams: dict[Request, list[int]] = {}  # their rows
+        rows = logit_rows(plan)
+        result = self._execute(plan, rows)
+        drawn: list[tuple[int, Sequence, int]] = []  # row, whose it is, token
+        beams: dict[Request, list[int]] = {}  # rows of each search
         for row, (sequence, position, token_id) in enumerate(
-            zip(rows, positions, result.token_ids.tolist(), strict=True)
+            zip(*rows, result.token_ids.tolist(), strict=True)
         ):
             if position < sequence.num_prompt_tokens:
                 self._requests[sequence.request_id].score_prompt(position, result, row)
@@ -293,6 +264,25 @@ class InferenceEngine:
         self._take(drawn, result)
         for request, its_rows in beams.items():
             self._branch(request, its_rows, result)
+
+    def _execute(self, plan: Seq[ScheduledSequence], rows: tuple[Seq[Sequence], Seq[int]]) -> StepResult:
+        """Run the model. If that fails, the requests that it concerns are over."""
+        requests = [self._requests[sequence.request_id] for sequence in rows[0]]
+        matchers = list(map(Request.matcher, requests, *rows))
+        try:
+            return self._masked_steps.execute(self.executor, self.kv_cache.batch(plan), *rows, matchers)
+        except Exception as error:
+            row = row_without_token(error)
+            if row is None:
+                for request_id in dict.fromkeys(entry.sequence.request_id for entry in plan):
+                    self._fail(self._requests[request_id])
+                raise
+            failed = rows[0][row]  # the others' tokens are drawn again in the next step
+            self._fail(self._requests[failed.request_id], failed)
+            raise ModelError(
+                f"the model's logits are no numbers for request {shown(failed.request_id)}: "
+                f"its weights are damaged, or too large for their dtype ({error})"
+            ) from error
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -357,9 +347,19 @@ class InferenceEngine:
         return self._admission.grammars([params])[0]
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, so that the next requests compute everything. Running ones go on."""
+        """Forget every cached prefix that no running request uses, so that the next ones compute it anew."""
         with self._turns:
             self.kv_cache.reset_prefix_cache()
+
+    def save_prefix_cache(self, path: str | Path) -> int:
+        """Write what is cached to a file and return the number of blocks: see ``engine.prefix_store``."""
+        with self._turns:
+            return save_prefix_cache(Path(path), self.kv_cache, self.executor)
+
+    def load_prefix_cache(self, path: str | Path) -> int:
+        """Take a saved cache and return the number of its blocks: see ``engine.prefix_store``."""
+        with self._turns:
+            return load_prefix_cache(Path(path), self.kv_cache, self.executor)
 
     # --- what others may see ---
 
@@ -383,12 +383,9 @@ class InferenceEngine:
     def describe(self) -> str:
         """What is reserved and what fits, in a line or two for people."""
         return (
-            f"KV cache: {self.kv_cache.geometry}\n"
-            f"{self.executor.name} executor on {self.executor.device}, "
+            f"KV cache: {self.kv_cache.geometry}\n{self.executor.name} executor on {self.executor.device}, "
             f"up to {self.max_model_len:,} tokens a request"
         )
-
-    # --- inside ---
 
     def _take(self, drawn: Seq[tuple[int, Sequence, int]], result: StepResult) -> None:
         """Turn the tokens of a step into text, end what a stop string ends, and deliver what can be given."""
@@ -442,9 +439,3 @@ class InferenceEngine:
             del self._requests[request.request_id]
             self._num_finished += 1
         return output
-
-    def _unused_id(self, ordinal: int) -> str:
-        request_id = str(ordinal)
-        while request_id in self._requests:  # a client chose it
-            request_id += "_"
-        return request_id

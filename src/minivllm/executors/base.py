@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from minivllm.batch import Batch, SamplingBatch, StepResult
+import numpy as np
+import numpy.typing as npt
+
+from minivllm.batch import Batch, IntArray, SamplingBatch, StepResult
 
 
 class Executor(Protocol):
@@ -34,4 +37,22 @@ class Executor(Protocol):
             RuntimeError: "logit row R has no token to choose", and why: see ``minivllm.sampler``. It says
                 nothing of other rows; the step may be repeated without that one.
         """
+        ...
+
+    # --- what is computed already, for keeping it beyond the process ---
+
+    def identity(self) -> dict[str, str]:
+        """All that K and V of a token depend on, besides the tokens before it and the cache's geometry.
+
+        Names and values for people to read; executors with equal ones put the same bits into the cache. The
+        first time it reads all weights.
+        """
+        ...
+
+    def read_blocks(self, block_ids: IntArray) -> npt.NDArray[np.uint8]:
+        """A copy of K and V of these blocks, [n, bytes of a block]."""
+        ...
+
+    def write_blocks(self, block_ids: IntArray, values: npt.NDArray[np.uint8]) -> None:
+        """Put what ``read_blocks`` gave, [n, bytes of a block], into these blocks."""
         ...

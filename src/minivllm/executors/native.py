@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from minivllm._core import Decoder, supported_isas
-from minivllm.batch import Batch, SamplingBatch, StepResult
+from minivllm.batch import Batch, IntArray, SamplingBatch, StepResult
 from minivllm.config import Quantization
 from minivllm.errors import ConfigError
 from minivllm.kv_cache.kv_pool import KVPool
@@ -65,6 +68,8 @@ class NativeExecutor:
                 f"have: {', '.join(isas)}"
             )
         self.pool = pool
+        self._checkpoint = checkpoint  # for its fingerprint; its weights stay in their file
+        self._number_formats = {"dtype": dtype, "quantization": quantization or "none"}
         formats = matrix_formats(checkpoint, dtype, quantization)
         self._decoder = Decoder(checkpoint.config, pool, dtype, formats, threads, isa)
         for tensor in checkpoint.tensors():
@@ -88,6 +93,19 @@ class NativeExecutor:
             RuntimeError: a row's logits have no token to choose (NaN, or every token banned).
         """
         return StepResult(*self._decoder.execute(batch, sampling, before_sampling))
+
+    def identity(self) -> dict[str, str]:
+        """Model, executor, instruction set and the formats of numbers. (Threads change no bit.)"""
+        model = self._checkpoint.fingerprint
+        return {"model": model, "executor": self.name, "instruction set": self.isa, **self._number_formats}
+
+    def read_blocks(self, block_ids: IntArray) -> npt.NDArray[np.uint8]:
+        """K and V of these blocks."""
+        return self.pool.read_blocks(block_ids)
+
+    def write_blocks(self, block_ids: IntArray, values: npt.NDArray[np.uint8]) -> None:
+        """Put K and V into these blocks."""
+        self.pool.write_blocks(block_ids, values)
 
 
 def matrix_formats(

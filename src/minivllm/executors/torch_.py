@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from minivllm.batch import NO_SLOT, Batch, IntArray, SamplingBatch, StepResult
 from minivllm.errors import ConfigError
@@ -71,6 +72,8 @@ class TorchExecutor:
         """
         self.config = checkpoint.config
         self.device = device
+        self._dtype = dtype
+        self._checkpoint = checkpoint  # for its fingerprint; its weights stay in their file
         _check_device(device)
         try:
             self.pool = _pool_tensor(pool, device)  # [layers, 2 (K, V), blocks, Hkv, block_size, D]
@@ -112,6 +115,26 @@ class TorchExecutor:
                 logits = self._linear(x[first : first + HEAD_ROWS], "head")  # [≤ HEAD_ROWS, vocabulary]
                 sample_rows(logits.cpu().numpy(), first, sampling, result)
             return result
+
+    def identity(self) -> dict[str, str]:
+        """Model, executor, dtype, and what computes: torch's versions and devices differ in rounding."""
+        return {
+            "model": self._checkpoint.fingerprint,
+            "executor": f"{self.name} {torch.__version__} on {self.device.partition(':')[0]}",
+            "dtype": self._dtype,
+        }
+
+    def read_blocks(self, block_ids: IntArray) -> npt.NDArray[np.uint8]:
+        """K and V of these blocks, [n, bytes of a block], in the order of the pool's axes."""
+        blocks = self.pool[:, :, self._indices(block_ids)].movedim(2, 0).flatten(1).contiguous()
+        values: npt.NDArray[np.uint8] = blocks.view(torch.uint8).cpu().numpy()
+        return values
+
+    def write_blocks(self, block_ids: IntArray, values: npt.NDArray[np.uint8]) -> None:
+        """Put K and V, as ``read_blocks`` gives them, into these blocks."""
+        blocks = torch.from_numpy(values).to(self.device).view(self.pool.dtype)
+        layers, two, _, *rest = self.pool.shape
+        self.pool[:, :, self._indices(block_ids)] = blocks.view(-1, layers, two, *rest).movedim(0, 2)
 
     def _residual(self, batch: Batch) -> Tensor:
         """Embeddings, then every layer: [T, hidden] before the last norm."""

@@ -24,19 +24,20 @@ queues, budgets or who goes first.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 
 from minivllm.batch import NO_SLOT, Batch, IntArray
-from minivllm.block_allocator import BlockAllocator, PrefixMatch
+from minivllm.block_allocator import BlockAllocator, PrefixMatch, PublishedBlocks
 from minivllm.errors import BlockError
 from minivllm.kv_cache.kv_pool import KVGeometry
 from minivllm.sequence import ScheduledSequence, Sequence, SequenceGroup
 
 _NO_COPIES = np.empty((0, 3), np.int32)
+_EVERYBODYS = b""  # namespace of the sequences without a cache_salt
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class KVCache:
         self.prefix_caching = prefix_caching
         self._allocator = allocator
         self._tables: dict[Sequence, _Table] = {}
-        self._copied_from: Counter[int] = Counter()  # block → tables that hold it only to copy from it
+        self._copied_from: dict[int, int] = {}  # block → tables that hold it only to copy from it
 
     @property
     def num_free_blocks(self) -> int:
@@ -164,8 +165,7 @@ class KVCache:
             own = self._allocator.allocate(1)
             assert own is not None, "blocks_missing says that there is one"
             table.block_ids.extend(own)
-            table.copy = (prefix.partial_block, own[0], prefix.partial_tokens)
-            self._copied_from[prefix.partial_block] += 1
+            self._plan_copy(table, prefix.partial_block, own[0], prefix.partial_tokens)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a sequence without blocks share those of another that has the same computed tokens."""
@@ -182,29 +182,28 @@ class KVCache:
         table = self._tables.get(sequence)
         if table is None:
             table = _Table(array("i"))
-        missing = max(0, self.blocks_for(num_tokens) - len(table.block_ids))
-        index, offset = divmod(sequence.num_computed_tokens, self.block_size)  # of the first write
-        copies = self._is_shared(table, index)
-        if not missing and not copies:
+        held = len(table.block_ids)
+        missing = max(0, -(-num_tokens // self.block_size) - held)
+        index = sequence.num_computed_tokens // self.block_size  # of the first block that is written to
+        # Nobody writes to published blocks; they may be shared.
+        copied = table.num_published <= index < held and self._is_shared(table.block_ids[index])
+        if not missing and not copied:
             return True
-        blocks = self._allocator.allocate(missing + copies)
+        blocks = self._allocator.allocate(missing + copied)
         if blocks is None:
             return False
-        if copies:
-            source = table.block_ids[index]
-            table.block_ids[index] = blocks.pop()
-            table.copy = (source, table.block_ids[index], offset)
-            self._copied_from[source] += 1
+        if copied:
+            source, table.block_ids[index] = table.block_ids[index], blocks.pop()
+            self._plan_copy(
+                table, source, table.block_ids[index], sequence.num_computed_tokens % self.block_size
+            )
         table.block_ids.extend(blocks)
         self._tables[sequence] = table
         return True
 
-    def _is_shared(self, table: _Table, index: int) -> bool:
-        """Whether a block to be written to is in other tables too. Nobody writes to published ones."""
-        if not table.num_published <= index < len(table.block_ids):
-            return False
-        block = table.block_ids[index]
-        return self._allocator.ref_count(block) - self._copied_from[block] > 1
+    def _is_shared(self, block: int) -> bool:
+        """Whether a block is in several tables, those that hold it only to copy from it left out."""
+        return self._allocator.ref_count(block) - self._copied_from.get(block, 0) > 1
 
     def free(self, sequence: Sequence) -> None:
         """Release the sequence's blocks, the last one first. Nothing happens when it holds none.
@@ -222,12 +221,14 @@ class KVCache:
             table = self._tables[sequence]
             if table.copy is not None:
                 self._finish_copy(table)
-            self._publish(sequence, table)
+            if sequence.num_computed_tokens >= (table.num_published + 1) * self.block_size:
+                self._publish(sequence, table)
 
     def _publish(self, sequence: Sequence, table: _Table) -> None:
-        first, last = table.num_published, sequence.num_computed_tokens // self.block_size
-        if last == first or (namespace := self.namespace(sequence)) is None:
+        namespace = self.namespace(sequence)
+        if namespace is None:
             return
+        first, last = table.num_published, sequence.num_computed_tokens // self.block_size
         parent = table.block_ids[first - 1] if first else None
         tokens = sequence.token_ids[first * self.block_size : last * self.block_size]
         blocks = self._allocator.publish(namespace, parent, tokens, table.block_ids[first:last])
@@ -241,12 +242,60 @@ class KVCache:
             table.num_published = 0
             self._publish(sequence, table)
 
+    def published(self) -> PublishedBlocks:
+        """The prefixes that all requests share, for saving them: the index of the empty namespace."""
+        index = self._allocator.published()
+        shared = np.array([namespace == _EVERYBODYS for namespace in index.namespaces], bool)
+        rows = np.flatnonzero(shared[index.namespace_index]).astype(np.int32)
+        place = np.full(len(index.parents) + 1, -1, np.int32)  # the last entry is that of parent -1
+        place[rows] = np.arange(len(rows))
+        return PublishedBlocks(
+            [_EVERYBODYS] if len(rows) else [],
+            np.zeros(len(rows), np.int32),
+            place[index.parents[rows]],
+            index.token_ids[rows],
+            index.block_ids[rows],
+        )
+
+    def restore(self, parents: IntArray, token_ids: IntArray, write: Callable[[IntArray], None]) -> int:
+        """Publish blocks as ``published`` told them, as many of the first as there are empty ones.
+
+        A block in use stays as it is, and so does a cached one.
+
+        Args:
+            parents: [n] index of the block that each one continues, before it; -1: none.
+            token_ids: [n, block_size].
+            write: puts K and V of the first so many into these blocks. What it raises is passed on, and
+                nothing is published.
+
+        Returns: how many.
+        """
+        count = min(len(parents), self._allocator.stats().num_free)
+        block_ids = self._allocator.allocate(count)
+        assert block_ids is not None, "so many are free"
+        try:
+            write(np.array(block_ids, np.int32))
+            for i, parent in enumerate(parents[:count].tolist()):
+                before = block_ids[parent] if parent >= 0 else None
+                block_ids[i : i + 1] = self._allocator.publish(
+                    _EVERYBODYS, before, token_ids[i], block_ids[i : i + 1]
+                )
+        finally:
+            self._allocator.free(block_ids[::-1])
+        return count
+
+    def _plan_copy(self, table: _Table, source: int, destination: int, num_slots: int) -> None:
+        table.copy = (source, destination, num_slots)
+        self._copied_from[source] = self._copied_from.get(source, 0) + 1
+
     def _finish_copy(self, table: _Table) -> None:
         if table.copy is not None:
             source = table.copy[0]
             table.copy = None
             self._allocator.free((source,))
             self._copied_from[source] -= 1
+            if not self._copied_from[source]:
+                del self._copied_from[source]
 
     def batch(self, plan: Seq[ScheduledSequence]) -> Batch:
         """The arrays of one step, for a plan whose tokens all have slots."""
@@ -269,8 +318,10 @@ class KVCache:
             starts.append(start)
             ends.append(end)
             query_start.append(query_start[-1] + num_tokens)
-            logit_rows += range(query_start[-2], query_start[-2] + num_scored)
-            logit_rows += [query_start[-1] - 1] * len(draws)
+            if num_scored:
+                logit_rows += range(query_start[-2], query_start[-2] + num_scored)
+            if draws:
+                logit_rows += [query_start[-1] - 1] * len(draws)
         block_tables = self._block_tables(plan, ends)
 
         # Few and simple numpy calls: for one sequence their number, not their size, is what a step costs.

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from minivllm.batch import IntArray
 from minivllm.errors import ConfigError
 
 KVDtype = Literal["float32", "bfloat16", "int8"]
@@ -88,3 +89,15 @@ class KVPool:
             with contextlib.suppress(OSError):
                 buffer.madvise(mmap.MADV_HUGEPAGE)
         return cls(geometry, np.frombuffer(buffer, dtype=_ITEM[geometry.dtype]).reshape(geometry.shape))
+
+    def read_blocks(self, block_ids: IntArray) -> npt.NDArray[np.uint8]:
+        """A copy of these blocks, [n, bytes_per_block]: K and V of each, in the order of the pool's axes."""
+        values = self.data[:, :, block_ids]  # [num_layers, 2, n, num_kv_heads, block_size, cell]
+        ordered = np.ascontiguousarray(np.moveaxis(values, 2, 0))
+        return ordered.view(np.uint8).reshape(len(block_ids), self.geometry.bytes_per_block)
+
+    def write_blocks(self, block_ids: IntArray, values: npt.NDArray[np.uint8]) -> None:
+        """Put back what ``read_blocks`` gave, [n, bytes_per_block], into blocks that nobody uses."""
+        num_layers, two, _, *rest = self.geometry.shape
+        blocks = values.view(self.data.dtype).reshape(len(block_ids), num_layers, two, *rest)
+        self.data[:, :, block_ids] = np.moveaxis(blocks, 0, 2)

@@ -1,15 +1,18 @@
-"""``mini-vllm serve``: options, nothing else. The server itself is loaded when it is asked for."""
+"""``mini-vllm serve | run-batch``: options, nothing else. The server is loaded when it is asked for."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from minivllm.cli_options import EngineOptions, spread
+from minivllm.factory import create_engine
 from minivllm.models.pull import MODEL_ALIASES
+
+IN_FLIGHT = 2  # lines of a batch under way for each sequence that runs: the next ones wait at hand
 
 notes = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
@@ -108,6 +111,51 @@ def serve(
     run_server(engine.config(model), settings, lambda line: notes.print(line, style="dim"))
 
 
+@spread(engine=ServeEngineOptions)
+def run_batch(
+    requests: Annotated[
+        Path,
+        typer.Argument(
+            metavar="INPUT", help="JSON lines, each with custom_id, method (POST), url (of a route) and body."
+        ),
+    ],
+    answers: Annotated[
+        Path,
+        typer.Argument(metavar="OUTPUT", help="Gets a line for each, with its custom_id, as they are done."),
+    ],
+    model: Annotated[str, typer.Option("--model", help="As for serve.")],
+    engine: ServeEngineOptions,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option("--served-model-name", help="What the requests call it; default: as for serve."),
+    ] = None,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format, as the server would.
+
+    A run that was cut off goes on where it was when it is started again with the same files.
+    """
+    from minivllm.server.batch_file import open_batch
+    from minivllm.server.run_batch import answer_batch
+
+    config = engine.config(model)
+    name = _name(model) if served_model_name is None else served_model_name
+    with open_batch(requests, answers) as batch:
+        before, total = batch.num_answered, batch.num_requests
+        num_errors = 0
+        if before < total:
+            with notes.status(f"loading {model} ..."):
+                running = create_engine(config)
+            notes.print(running.describe(), style="dim")
+            columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            with Progress(*columns, console=notes, transient=True) as progress:
+                task = progress.add_task("", total=total, completed=before)
+                in_flight = IN_FLIGHT * engine.max_num_seqs
+                num_errors = answer_batch(batch, running, name, in_flight, lambda: progress.advance(task))
+        earlier = f", {before:,} of them by an earlier run" if before else ""
+        notes.print(f"{total:,} requests are answered{earlier}; {num_errors:,} of this run with an error")
+
+
 def _name(model: str) -> str:
-    """Of a path its last part; an alias and a Hub name are names already."""
-    return Path(model).resolve().name if os.path.exists(model) else model
+    """Of a path its last part, without a file's suffix; an alias and a Hub name are names already."""
+    path = Path(model).resolve()
+    return model if not path.exists() else path.stem if path.is_file() else path.name

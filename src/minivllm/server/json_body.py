@@ -41,8 +41,8 @@ class _StrictRequest(Request):
         return parsed(await self.body())
 
 
-def parsed(body: bytes) -> Any:
-    """The value of a JSON text.
+def parsed(body: bytes, name: str = "the body") -> Any:
+    """The value of a JSON text, which messages call ``name``.
 
     Raises:
         ApiError: 400, with what is wrong and where.
@@ -50,4 +50,4 @@ def parsed(body: bytes) -> Any:
     try:
         return jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="none")
     except ValueError as error:
-        raise bad_request(f"the body is not JSON: {error}"[:300], code="invalid_json") from None
+        raise bad_request(f"{name} is not JSON: {error}"[:300], code="invalid_json") from None

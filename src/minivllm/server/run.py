@@ -97,7 +97,7 @@ async def _serve(
         if done.exception() is not None:
             server.end()
             return
-        service.start(done.result())
+        service.start(done.result(), config)
         announce(f"{done.result().describe()}\nready: {settings.model_name}")
 
     loaded.add_done_callback(start)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 import minivllm
+from minivllm.config import EngineConfig
 from minivllm.engine.async_engine import Answers, AsyncEngine
 from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.errors import RequestError, shown
@@ -44,9 +45,9 @@ class Service:
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="mini-vllm prompts")
         self._preparing: set[Future[Any]] = set()
 
-    def start(self, engine: InferenceEngine) -> None:
-        """From now on requests are answered, by this engine."""
-        made_of = f"{minivllm.__version__} {self.settings.model_name} {engine.describe()} {engine.seed}"
+    def start(self, engine: InferenceEngine, config: EngineConfig | None = None) -> None:
+        """From now on requests are answered, by this engine, which was made after this configuration."""
+        made_of = f"{minivllm.__version__} {self.settings.model_name} {engine.executor.name} {config}"
         self.fingerprint = f"fp_{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
         self._engine = AsyncEngine(engine, self.metrics)
         self.metrics.watch(self._engine)
@@ -168,7 +169,7 @@ class Service:
             await asyncio.sleep(0.02)
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:  # not async, it would be called in a thread
     service = request.app.state.service
     assert isinstance(service, Service)
     return service

@@ -1,0 +1,1 @@
+"""What paging is worth: the workloads of the PagedAttention paper, paged and reserved contiguously."""
