@@ -63,8 +63,12 @@ class StructuredOutputsParams:
                 "structured_outputs",
             )
         for text in value if isinstance(value, tuple) else [] if value is True else [value]:
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                raise RequestError(f"{name} is no text: it has a lone surrogate", "structured_outputs")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise RequestError(
+                    f"{name} is no text: it has a lone surrogate", "structured_outputs"
+                ) from None
         object.__setattr__(self, name, value)
 
 

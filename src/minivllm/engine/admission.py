@@ -21,6 +21,7 @@ from minivllm.errors import ContextLengthError, RequestError, shown
 from minivllm.kv_cache.kv_pool import KVGeometry
 from minivllm.sampling_params import BeamSearchParams, SamplingParams
 from minivllm.sequence import Sequence, SequenceGroup
+from minivllm.structured_outputs import StructuredOutputsParams
 from minivllm.text.grammar import Grammar, GrammarCompiler
 from minivllm.text.tokenizer import Tokenizer
 
@@ -159,12 +160,13 @@ class Admission:
     def grammars(self, wishes: Seq[SamplingParams | BeamSearchParams]) -> list[Grammar | None]:
         """The grammars of the forms that requests' answers must have; None: it may have any.
 
-        They take a while. Safe to call from any thread.
+        Equal forms are compiled once. They take a while. Safe to call from any thread.
 
         Raises:
             RequestError: the model has no tokenizer, or as ``GrammarCompiler.compile``.
         """
         result: list[Grammar | None] = []
+        compiled: dict[StructuredOutputsParams, Grammar] = {}
         if not isinstance(wishes, Seq):
             return result  # ``requests`` refuses it
         for i, wish in enumerate(wishes):
@@ -175,7 +177,9 @@ class Admission:
                         "structured outputs are about text, but this model has no tokenizer",
                         "structured_outputs",
                     )
-                result.append(None if form is None or self.compiler is None else self.compiler.compile(form))
+                if form is not None and self.compiler is not None and form not in compiled:
+                    compiled[form] = self.compiler.compile(form)
+                result.append(None if form is None else compiled[form])
         return result
 
     def text_tokenizer(self) -> Tokenizer:

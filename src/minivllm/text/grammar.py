@@ -9,7 +9,6 @@ memory: what a client sends is not trusted. A grammar speaks of bytes, and so do
 
 import json
 import threading
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +21,8 @@ from minivllm.text.vocabulary import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+MAX_GBNF_LENGTH = 2**14  #: characters: the time to translate GBNF may grow with their square
 MAX_EXPECTED = 256  #: characters of a text without alternatives that are given the model's own tokens
-MAX_CACHED = 32  #: compiled grammars that are kept for whoever asks for them again
 
 #: How llguidance is to take JSON schemas. Between the parts of a JSON text there is nothing, a space, or
 #: line breaks and indentation: models that are not sure how to go on would fill an answer with white space
@@ -46,7 +45,7 @@ Mask = npt.NDArray[np.uint32]
 
 
 class GrammarCompiler:
-    """Owner of a vocabulary as llguidance has it, and of the grammars compiled last. Threads may share it.
+    """Owner of a vocabulary as llguidance has it. Threads may share it.
 
     Args:
         tokenizer: the model's.
@@ -56,9 +55,8 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()  # over the next two
+        self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None  # made for the first grammar: it takes a while
-        self._cache: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
 
     def compile(self, form: StructuredOutputsParams) -> "Grammar":
         """The grammar of a form. It may take a second; nobody else is held up, whatever it is.
@@ -68,21 +66,16 @@ class GrammarCompiler:
                 text that the vocabulary could express.
         """
         with self._lock:
-            if (known := self._cache.get(form)) is not None:
-                self._cache.move_to_end(form)
-                return known
             if self._vocabulary is None:
                 self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size)
-        grammar = Grammar(_matcher(self._vocabulary, form), self._vocab_size)
-        with self._lock:
-            self._cache[form] = grammar
-            while len(self._cache) > MAX_CACHED:
-                self._cache.popitem(last=False)
-        return grammar
+        return Grammar(_matcher(self._vocabulary, form), self._vocab_size)
 
 
 class Grammar:
-    """A compiled form, from which answers begin."""
+    """A compiled form, from which answers begin.
+
+    They share what llguidance keeps of it, and so its limits: strangers are not to have one Grammar.
+    """
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
         self._matcher = matcher  # at the beginning, where it stays
@@ -206,6 +199,10 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> "LLTokenizer":
 def _matcher(vocabulary: "LLTokenizer", form: StructuredOutputsParams) -> "LLMatcher":
     from llguidance import LLMatcher, LLParserLimits, grammar_from
 
+    if form.grammar is not None and "::=" in form.grammar and len(form.grammar) > MAX_GBNF_LENGTH:
+        raise _refusal(
+            f"a grammar in GBNF may have {MAX_GBNF_LENGTH:,} characters; Lark's notation may be longer"
+        )
     try:
         if form.json is not None or form.json_object:
             schema = form.json if isinstance(form.json, str) else '{"type": "object"}'
