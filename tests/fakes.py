@@ -116,7 +116,7 @@ class FakeExecutor:
         )
 
 
-def fake_kv_cache(num_blocks: int, block_size: int) -> KVCache:
+def fake_kv_cache(num_blocks: int, block_size: int, prefix_caching: bool = True) -> KVCache:
     """A KVCache over blocks of no particular model."""
     geometry = KVGeometry(1, num_blocks, 1, block_size, 1, "float32")
-    return KVCache(geometry, create_block_allocator(num_blocks, block_size))
+    return KVCache(geometry, create_block_allocator(num_blocks, block_size), prefix_caching)

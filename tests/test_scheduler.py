@@ -21,7 +21,8 @@ class Loop:
     """Scheduler, KVCache and fake executor, checked after every step."""
 
     def __init__(self, num_blocks: int = 16, block_size: int = 4, budget: int = 32, max_num_seqs: int = 8):
-        self.kv_cache = fake_kv_cache(num_blocks, block_size)
+        # Without a prefix cache: equal prompts may let others pass, which is test_prefix_cache's concern.
+        self.kv_cache = fake_kv_cache(num_blocks, block_size, prefix_caching=False)
         self.scheduler = Scheduler(self.kv_cache, budget, max_num_seqs)
         self.executor = FakeExecutor(self.kv_cache.geometry)
         self.sequences: list[Sequence] = []
