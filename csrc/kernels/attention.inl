@@ -17,7 +17,6 @@
 
 constexpr int64_t kGroupQueries = 16;  // queries that meet a tile together: a tile register's rows
 constexpr int64_t kKeyStep = 32;       // keys that a tile register takes at a time
-constexpr int64_t kFetchAhead = 64;    // keys
 
 // A query head over some keys: in memory, maxima [queries], sums [queries], weighted values [queries][head].
 struct Partials {
@@ -59,9 +58,36 @@ struct AttentionScratch {
 
 // ---- repacking ----
 
-// keys [from, from + count) of one kv head, within one block, into lanes [lane, …) of the tile.
+// Keys, or values, that a tile will need soon, fetched a few cells at a time while this one is repacked: all at once,
+// they would fill the processor's queue for memory, and it would wait.
+struct CellsAhead {
+    const char* cells;  // of the layer
+    int64_t cell_bytes, head_bytes, block_bytes, block_size;
+    const int32_t* block_table;
+    int64_t head, position, end;
+    const char* at = nullptr;
+    int64_t in_block = 0;  // cells from `at` on
+
+    INLINE void some(CellsAhead& a, int64_t count) {
+        for (; count > 0 && a.position < a.end; count--, a.position++) {
+            if (a.in_block == 0) {
+                const int64_t offset = a.position % a.block_size;
+                a.at = a.cells + a.block_table[a.position / a.block_size] * a.block_bytes + a.head * a.head_bytes +
+                       offset * a.cell_bytes;
+                a.in_block = a.block_size - offset;
+            }
+            for (int64_t i = 0; i < a.cell_bytes; i += 64) __builtin_prefetch(a.at + i, 0, 2);
+            a.at += a.cell_bytes;
+            a.in_block--;
+        }
+    }
+};
+
+// keys [from, from + count) of one kv head, within one block, into lanes [lane, …) of the tile; for each of them, fetches
+// `each` cells ahead.
 template <class T>
-INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, int64_t lane) {
+INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, int64_t lane, CellsAhead& ahead,
+                      int64_t each) {
     constexpr int64_t kPair = AttentionScratch<T>::kPair;  // numbers in a word of 4 bytes
     const int64_t words = head_dim / kPair;
     int64_t j = 0;
@@ -75,6 +101,7 @@ INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, i
             transpose(square);
             UNROLL
             for (int i = 0; i < kWidth; i++) store_as(keys + ((w + i) * kKeyTile + lane + j) * kPair, square[i]);
+            CellsAhead::some(ahead, (each * kWidth * kWidth + words - 1) / words);
         }
         for (int64_t d = w * kPair; d < head_dim; d++)
             for (int i = 0; i < kWidth; i++)
@@ -85,14 +112,18 @@ INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, i
             keys[(d / kPair * kKeyTile + lane + j) * kPair + d % kPair] = from[j * head_dim + d];
 }
 
-INLINE void pack_values(const float* from, int64_t count, int64_t head_dim, float* values, int64_t head, int64_t lane) {
-    for (int64_t j = 0; j < count; j++)
+INLINE void pack_values(const float* from, int64_t count, int64_t head_dim, float* values, int64_t head, int64_t lane,
+                        CellsAhead& ahead, int64_t each) {
+    for (int64_t j = 0; j < count; j++) {
         __builtin_memcpy(values + (lane + j) * head, from + j * head_dim, static_cast<size_t>(head_dim) * 4);
+        CellsAhead::some(ahead, each);
+    }
 }
 
 INLINE void pack_values(const uint16_t* from, int64_t count, int64_t head_dim, uint16_t* values, int64_t head,
-                        int64_t lane) {
+                        int64_t lane, CellsAhead& ahead, int64_t each) {
     for (int64_t j = 0; j < count;) {
+        CellsAhead::some(ahead, 2 * each);
         const uint16_t* row = from + j * head_dim;
         uint16_t* to = values + (lane + j) / 2 * head * 2;
         int64_t d = 0;
@@ -123,43 +154,34 @@ INLINE void clear_values(T* values, int64_t head, int64_t lane, int64_t end) {
 }
 
 // Fills scratch with keys [start, start + count) of the sequence, values followed by zeros up to the next key step.
-// Memory is asked for ahead of time, and at the end of the context for kv head `next`, if that is not −1.
+// Meanwhile fetches the tile after it, at the end of the context the first one of kv head `next`, if that is not −1.
 template <class T>
 static void load_tile(const CacheLayer& c, const QueryTile& tile, int64_t kv_head, int64_t next, int64_t start,
                       int64_t count, int64_t context, const AttentionScratch<T>& s) {
     const char *keys = static_cast<const char*>(c.keys), *values = static_cast<const char*>(c.values);
-    const int64_t bytes = cell_bytes(c.format, c.head_dim);
-    const auto cell = [&](int64_t position, int64_t head) {
-        const int64_t block = tile.block_table[position / c.block_size];
-        return ((block * c.kv_heads + head) * c.block_size + position % c.block_size) * bytes;
-    };
-    const auto fetch = [&](int64_t position, int64_t head, int64_t run) {
-        const int64_t at = cell(position, head), end = at + run * bytes;
-        for (int64_t i = at; i < end; i += 64) {
-            __builtin_prefetch(keys + i);
-            __builtin_prefetch(values + i);
-        }
-    };
-    const auto numbers = [&](const char* cells, [[maybe_unused]] int64_t count) {
+    const int64_t bytes = cell_bytes(c.format, c.head_dim), head_bytes = c.block_size * bytes;
+    const auto numbers = [&](const char* cells, [[maybe_unused]] int64_t cells_count) {
         if constexpr (sizeof(T) == 2)
             if (c.format == CacheFormat::int8) {
-                dequantize_cells(cells, count, c.head_dim, s.cells);
+                dequantize_cells(cells, cells_count, c.head_dim, s.cells);
                 return static_cast<const T*>(s.cells);
             }
         return reinterpret_cast<const T*>(cells);
     };
+    const bool goes_on = start + kKeyTile < context;
+    const int64_t head = goes_on ? kv_head : next, first = goes_on ? start + kKeyTile : 0;
+    const int64_t end = head < 0 ? first : min_of(first + kKeyTile, context), each = (end - first + count - 1) / count;
+    CellsAhead keys_ahead{keys, bytes, head_bytes, c.kv_heads * head_bytes, c.block_size, tile.block_table, head, first, end};
+    CellsAhead values_ahead = keys_ahead;
+    values_ahead.cells = values;
     for (int64_t lane = 0; lane < count;) {
-        const int64_t position = start + lane, in_block = c.block_size - position % c.block_size;
-        const int64_t run = min_of(count - lane, in_block), later = position + kFetchAhead;
-        if (later < context)
-            fetch(later, kv_head, run);
-        else if (next >= 0 && later - context + run <= context)
-            fetch(later - context, next, run);
-        const int64_t at = cell(position, kv_head);
+        const int64_t position = start + lane, offset = position % c.block_size, in_block = c.block_size - offset;
+        const int64_t run = min_of(count - lane, in_block);
+        const int64_t at = (tile.block_table[position / c.block_size] * c.kv_heads + kv_head) * head_bytes + offset * bytes;
         // The rest of the block, whatever is there: whole squares are faster, and scores of unseen keys go unused.
         const int64_t most = min_of(kKeyTile - lane, in_block);
-        pack_keys(numbers(keys + at, most), most, c.head_dim, s.keys, lane);
-        pack_values(numbers(values + at, run), run, c.head_dim, s.values, s.head, lane);
+        pack_keys(numbers(keys + at, most), most, c.head_dim, s.keys, lane, keys_ahead, each);
+        pack_values(numbers(values + at, run), run, c.head_dim, s.values, s.head, lane, values_ahead, each);
         lane += run;
     }
     clear_values(s.values, s.head, count, rounded_up(count, kKeyStep));
