@@ -123,6 +123,35 @@ def test_leaving_frees_the_blocks(admitted: bool) -> None:
     assert_idle(with_engine(test))
 
 
+def test_what_is_told_of_an_idle_engine_is_up_to_date() -> None:
+    """However its last request ended, and though no other comes."""
+
+    async def test(engine: AsyncEngine, gate: Gate) -> None:
+        def is_idle() -> bool:
+            told = engine.snapshot
+            return told == engine.engine.metrics() and told.num_running == told.num_waiting == 0
+
+        gate.close()
+        leaves = asyncio.ensure_future(_ask(engine))
+        await until(lambda: gate.held)
+        leaves.cancel()
+        gate.step()
+        await until(lambda: not engine.engine.has_unfinished_requests())
+        await until(is_idle)
+        gate.open()
+        await _ask(engine)
+        await until(is_idle)
+        gate.close()
+        aborted = asyncio.ensure_future(_ask(engine))
+        await until(lambda: engine.engine.metrics().num_running == 1)
+        engine.abort_all()
+        gate.open()
+        await aborted
+        await until(is_idle)
+
+    assert_idle(with_engine(test))
+
+
 def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     async def test(engine: AsyncEngine, gate: Gate) -> None:
         executor: Any = engine.engine.executor

@@ -160,6 +160,8 @@ class AsyncEngine:
         obeyed = False
         while True:
             idle = not self.engine.has_unfinished_requests()
+            if idle:  # it may wait for long, and meanwhile this is what is told
+                self.snapshot = self.engine.metrics()
             try:
                 command = self._commands.get(block=idle)
             except queue.Empty:
