@@ -58,8 +58,8 @@ LATE_IMPORTS = {
     *(("minivllm.bench.peer_worker", peer) for peer in PEERS),
 }
 SERVER_PACKAGES = (
-    "fastapi", "jiter", "prometheus_client", "pydantic", "pydantic_core", "starlette", "typing_extensions",
-    "uvicorn",
+    "fastapi", "h11", "jiter", "prometheus_client", "pydantic", "pydantic_core", "starlette",
+    "typing_extensions", "uvicorn",
 )  # fmt: skip
 CLIS = ("minivllm.cli", "minivllm.bench.cli", "minivllm.bench.serving.cli", "minivllm.server.cli")
 #: Who may import what is not ours; numpy and the standard library are everybody's.

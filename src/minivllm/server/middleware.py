@@ -23,6 +23,11 @@ DISCARDED_BYTES = 64 * 2**20  # of a body that is too large: read and forgotten,
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
+def new_request_id() -> str:
+    """One that no other answer has."""
+    return f"req-{uuid.uuid4().hex}"
+
+
 class RequestId:
     """Puts ``x-request-id`` on every answer, the caller's or a new one, and answers what nobody else did."""
 
@@ -35,7 +40,7 @@ class RequestId:
             await self._app(scope, receive, send)
             return
         wanted = Headers(scope=scope).get("x-request-id", "")
-        request_id = wanted if _PLAIN_ID.fullmatch(wanted) else f"req-{uuid.uuid4().hex}"
+        request_id = wanted if _PLAIN_ID.fullmatch(wanted) else new_request_id()
         started = False
 
         async def send_with_id(message: Message) -> None:

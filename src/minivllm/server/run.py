@@ -21,6 +21,7 @@ from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.errors import ConfigError
 from minivllm.factory import create_engine
 from minivllm.server.app import create_app
+from minivllm.server.connections import BACKLOG, Connection, Listener
 from minivllm.server.service import Service
 from minivllm.server.settings import ServerSettings
 
@@ -53,6 +54,9 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(service),
+                http=Connection,
+                ws="none",
+                backlog=BACKLOG,
                 lifespan="off",
                 log_config=_log_config(),
                 log_level="info" if settings.access_log else "warning",
@@ -138,9 +142,10 @@ def listen(settings: ServerSettings) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
+        listener = Listener(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(BACKLOG)  # two that are bound, but do not listen, may have the same address
     except OSError as error:
         raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from None
     return listener
