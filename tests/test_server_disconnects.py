@@ -1,6 +1,7 @@
 """Clients that leave, do not read, or are cut off: their blocks are free within a step, and nothing hangs."""
 
 import asyncio
+import gc
 import json
 import random
 import socket
@@ -8,11 +9,17 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from helpers_server import MODEL, Live, events, eventually, live_server, with_setup
+
+from minivllm.server import run
+from minivllm.server.generation import Generation
+from minivllm.server.middleware import BodyLimit
+from minivllm.server.settings import ServerSettings
 
 TEXT = "/v1/completions"
 
@@ -219,7 +226,7 @@ def test_draining_finishes_what_was_accepted_and_refuses_the_rest() -> None:
         live.gate.close()
         with live.http as http, http.stream("POST", TEXT, json={"prompt": "a", "stream": True}) as answer:
             live.loop.call_soon_threadsafe(live.server.drain)
-            eventually(lambda: live.service.draining)
+            eventually(live.service.draining.is_set)
             for refused in (live.post(TEXT, {"prompt": "a"}), live.http.get("/health")):
                 assert refused.status_code == 503
                 assert refused.json()["error"]["code"] == "shutting_down"
@@ -247,3 +254,99 @@ def test_draining_has_an_end(stream: bool) -> None:
         assert "the server ended" in answer.text
         assert answer.status_code == (200 if stream else 503)
         eventually(lambda: live.server.should_exit)
+
+
+HALF_BODIES = {
+    "announced": request({"prompt": "a" * 100})[:-10],
+    "waits to be asked": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
+    b"content-length: 100\r\n\r\n",
+    "in chunks": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b'transfer-encoding: chunked\r\n\r\n5\r\n{"pro\r\n',
+}
+
+
+@pytest.mark.parametrize("kind", HALF_BODIES)
+def test_a_body_that_is_still_being_sent_at_the_end(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with live_server() as live, connect(live) as connection:
+        connection.sendall(HALF_BODIES[kind])
+        eventually(lambda: live.server.server_state.tasks)
+        live.loop.call_soon_threadsafe(live.server.drain)
+        answer = b""
+        while piece := connection.recv(2**16):
+            answer += piece
+    answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ") and b"x-request-id" in head.lower()
+    assert json.loads(body)["error"]["code"] == "shutting_down"
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_not_read_at_the_end(
+    stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "LAST_CONNECTIONS_SECONDS", 0.2)
+    body = {"prompt": ["a", "b", "c", "d"], "max_tokens": 300, "logprobs": 20, "stream": stream}
+    with live_server(with_setup(num_blocks=100), send_buffer=2**16, shutdown_timeout=0.1) as live:
+        reader = socket.socket()
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        reader.connect(("127.0.0.1", live.port))
+        reader.sendall(request(body))
+        eventually(lambda: live.engine.metrics().finished_requests == 4)
+        live.loop.call_soon_threadsafe(live.server.drain)
+        eventually(lambda: live.server.should_exit)
+    reader.close()
+    assert "Traceback" not in caplog.text and "never retrieved" not in caplog.text
+
+
+def test_a_route_that_takes_too_long_at_the_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "LAST_CONNECTIONS_SECONDS", 0.2)
+    hurry, answers = threading.Event(), []
+    with live_server(shutdown_timeout=0.1) as live:
+        monkeypatch.setattr(live.engine, "encode", lambda *_: hurry.wait(20))
+        caller = threading.Thread(target=lambda: answers.append(live.post("/tokenize", {"prompt": "a"})))
+        caller.start()
+        eventually(lambda: live.server.server_state.tasks)
+        live.loop.call_soon_threadsafe(live.server.drain)
+        caller.join(20)
+        hurry.set()
+    (answer,) = answers
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down"
+    assert answer.headers["x-request-id"] and "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("part", ["body", "answer"])
+def test_what_fails_while_it_is_cancelled_is_not_mourned(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio would log an error that was never retrieved."""
+    complaints: list[Any] = []
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+
+        async def fail(*_: Any) -> Any:
+            serving.cancel()
+            raise RuntimeError("a bug")
+
+        async def forever(*_: Any) -> Any:
+            await loop.create_future()
+
+        app: Any
+        if part == "body":
+            app = BodyLimit(forever, 1000, asyncio.Event())
+            monkeypatch.setattr(app, "_read", fail)
+        else:
+            service: Any = SimpleNamespace(settings=ServerSettings(MODEL))
+            body: Any = SimpleNamespace(stream=False)
+            unused: Any = None
+            app = Generation(service, body, unused, unused, unused)
+            monkeypatch.setattr(app, "_answer_whole", fail)
+        serving = asyncio.ensure_future(app({"type": "http", "method": "POST"}, forever, forever))
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    asyncio.run(serve())
+    gc.collect()
+    assert not complaints

@@ -13,7 +13,7 @@ from minivllm.server.service import Service
 def create_app(service: Service) -> ASGIApp:
     """The ASGI application over ``service``."""
     settings = service.settings
-    app: ASGIApp = BodyLimit(create_api(service), settings.max_body_size)
+    app: ASGIApp = BodyLimit(create_api(service), settings.max_body_size, service.draining)
     if settings.api_keys:
         app = Authentication(app, settings.api_keys)
     if settings.cors_origins:
@@ -24,7 +24,7 @@ def create_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    return RequestId(app)
+    return RequestId(app, service.draining)
 
 
 def create_api(service: Service) -> FastAPI:

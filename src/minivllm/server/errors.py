@@ -59,9 +59,16 @@ def queue_full(num_waiting: int) -> ApiError:
     )
 
 
-def unavailable(message: str, code: str) -> ApiError:
+def unavailable(message: str, code: str, headers: Mapping[str, str] | None = None) -> ApiError:
     """503: not yet, or not any more."""
-    return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": "5"})
+    headers = {"Retry-After": "5"} | dict(headers or {})
+    return ApiError(503, message, kind="server_error", code=code, headers=headers)
+
+
+def shutting_down(headers: Mapping[str, str] | None = None) -> ApiError:
+    """503, for what comes while the server ends."""
+    message = "the server is about to end and takes no new requests"
+    return unavailable(message, "shutting_down", headers)
 
 
 def timed_out(seconds: float) -> ApiError:

@@ -148,7 +148,7 @@ class Generation(Response):
             gone.cancel()
             if not work.done():
                 work.cancel()
-            await asyncio.wait({work, gone})
+            await asyncio.gather(work, gone, return_exceptions=True)  # which also has seen their errors
         if not work.cancelled():
             work.result()
         elif late and seconds is not None:

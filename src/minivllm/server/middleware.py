@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minivllm.server.errors import ApiError, internal_error
+from minivllm.server.errors import ApiError, internal_error, shutting_down
 
 logger = logging.getLogger(__name__)
 
 BODY_SECONDS = 60.0  # a body that has not arrived by then is not waited for
 DISCARDED_BYTES = 64 * 2**20  # of a body that is too large: read and forgotten, so that the answer is heard
+_CLOSE = {"Connection": "close"}  # with a refusal of what is still being sent
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -29,10 +30,15 @@ def new_request_id() -> str:
 
 
 class RequestId:
-    """Puts ``x-request-id`` on every answer, the caller's or a new one, and answers what nobody else did."""
+    """Puts ``x-request-id`` on every answer, the caller's or a new one, and answers what nobody else did.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Args:
+        draining: is set once the server is to end; what is cancelled then was not done in time.
+    """
+
+    def __init__(self, app: ASGIApp, draining: asyncio.Event) -> None:
         self._app = app
+        self._draining = draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -57,6 +63,11 @@ class RequestId:
                 raise  # the connection is closed in the middle of the answer, which tells that it is broken
             logger.exception("request %s failed", request_id)
             await internal_error().response()(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            if not self._draining.is_set():
+                raise
+            if not started:
+                await shutting_down().response()(scope, receive, send_with_id)
 
 
 class Authentication:
@@ -88,11 +99,17 @@ class Authentication:
 
 
 class BodyLimit:
-    """Reads the body, as far as it may go, before anything else sees the request."""
+    """Reads the body, as far as it may go, before anything else sees the request.
 
-    def __init__(self, app: ASGIApp, max_size: int) -> None:
+    Args:
+        max_size: bytes.
+        draining: once it is set, bodies that have not arrived are not waited for.
+    """
+
+    def __init__(self, app: ASGIApp, max_size: int, draining: asyncio.Event) -> None:
         self._app = app
         self._max_size = max_size
+        self._draining = draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -100,12 +117,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         try:
-            body = await asyncio.wait_for(self._read(scope, receive), BODY_SECONDS)
-        except asyncio.TimeoutError:
-            message = f"the body has not arrived within {BODY_SECONDS:g} seconds"
-            error = ApiError(408, message, kind="timeout_error", headers={"Connection": "close"})
-            await error.response()(scope, receive, send)
-            return
+            body = await self._read_in_time(scope, receive)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
@@ -121,6 +133,27 @@ class BodyLimit:
             return {"type": "http.request", "body": body, "more_body": False}
 
         await self._app(scope, receive_again, send)
+
+    async def _read_in_time(self, scope: Scope, receive: Receive) -> bytes | None:
+        """As ``_read``.
+
+        Raises:
+            ApiError: 408, 413, 503.
+        """
+        reading = asyncio.ensure_future(self._read(scope, receive))
+        draining = asyncio.ensure_future(self._draining.wait())
+        try:
+            await asyncio.wait({reading, draining}, timeout=BODY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                return reading.result()
+            if draining.done():
+                raise shutting_down(_CLOSE)
+            message = f"the body has not arrived within {BODY_SECONDS:g} seconds"
+            raise ApiError(408, message, kind="timeout_error", headers=_CLOSE)
+        finally:
+            reading.cancel()
+            draining.cancel()
+            await asyncio.gather(reading, draining, return_exceptions=True)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         """The body; None: the client has gone.
@@ -156,7 +189,7 @@ class BodyLimit:
             413,
             f"the body is larger than the {self._max_size:,} bytes that this server takes",
             code="body_too_large",
-            headers={"Connection": "close"},
+            headers=_CLOSE,
         )
 
 

@@ -72,9 +72,9 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler."""
-        if self._service.draining:
+        if self._service.draining.is_set():
             os._exit(128 + sig)
-        self._service.draining = True
+        self._service.draining.set()
         asyncio.get_running_loop().call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:

@@ -21,7 +21,7 @@ from minivllm.engine.async_engine import Answers, AsyncEngine
 from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.errors import RequestError, shown
 from minivllm.sampling_params import SamplingParams
-from minivllm.server.errors import ApiError, queue_full, unavailable
+from minivllm.server.errors import ApiError, queue_full, shutting_down, unavailable
 from minivllm.server.metrics import ServerMetrics
 from minivllm.server.settings import ServerSettings
 from minivllm.text.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ class Service:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.metrics = ServerMetrics(settings.model_name)
-        self.draining = False
+        self.draining = asyncio.Event()  #: set once the server is to end
         self.created = int(time.time())
         self.fingerprint = ""  #: changes when the same request may be answered otherwise
         self.num_open = 0  #: requests that are being answered
@@ -54,7 +54,7 @@ class Service:
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, give the open ones that long, then end them."""
-        self.draining = True
+        self.draining.set()
         await self._wait_for_open(seconds)
         if self.num_open and self._engine is not None:
             self._engine.abort_all()
@@ -157,8 +157,8 @@ class Service:
             self.num_open -= 1
 
     def _ready(self) -> AsyncEngine:
-        if self.draining:
-            raise unavailable("the server is about to end and takes no new requests", "shutting_down")
+        if self.draining.is_set():
+            raise shutting_down()
         if self._engine is None:
             raise unavailable("the model is still being loaded; try again soon", "loading")
         return self._engine
