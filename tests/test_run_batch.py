@@ -1,6 +1,8 @@
 """Batches: the same answers as the server's, whatever is wrong with a line, and through a kill."""
 
+import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,11 +15,14 @@ from helpers_engine import Setup
 from helpers_models import write_tiny_model
 from helpers_server import ENDLESS, MODEL, live_server
 
+from minivllm.config import EngineConfig
 from minivllm.engine.async_engine import EngineStoppedError
 from minivllm.errors import ConfigError
 from minivllm.server import batch_file
 from minivllm.server.batch_file import open_batch
 from minivllm.server.run_batch import answer_batch
+from minivllm.server.service import Service
+from minivllm.server.settings import ServerSettings
 
 CHAT, TEXT, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 MINI_VLLM = (sys.executable, "-c", "from minivllm.cli import main; main()")
@@ -25,6 +30,16 @@ MINI_VLLM = (sys.executable, "-c", "from minivllm.cli import main; main()")
 
 def line(custom_id: Any, url: Any, body: Any, **more: Any) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body} | more)
+
+
+def line_of(custom_id: str, url: str, body: Any) -> str:
+    """With the body's very text, if it is given as one."""
+    if not isinstance(body, str):
+        return line(custom_id, url, body)
+    return (
+        f'{{"body2": {{"body": 1}}, "custom_id": "{custom_id}", "x":[1e999, "}}"] ,"body" : {body},'
+        f'"method":"POST","url":"{url}"}}'
+    )
 
 
 def completion(i: int, **more: Any) -> str:
@@ -67,6 +82,9 @@ BODIES = [
     (TEXT, {"prompt": [1, 2, 3], "echo": True, "temperature": 1e-5}),
     (TEXT, {"prompt": "ü “quoted”\u2028\n", "max_tokens": 3}),
     (TEXT, {"prompt": "a", "max_tokens": 10**30}),
+    (TEXT, '{"body": {"prompt": "b"}, "prompt": "a", "temperature": 1e999 , "top_p": 1e-999}'),
+    (TEXT, '{"prompt": "a", "max_tokens": 2, "temperature": 1e999}'),
+    (TEXT, '{ "max_tokens" : 2.0, "prompt": "\\ud83d\\ude00 \\u0041", "temperature": -0.0 , "seed":1E1 }'),
     (TEXT, {"prompt": "a", "model": "another"}),
     (TEXT, {"prompt": "a" * 5000}),
     (TEXT, {"prompt": "a", "nonsense": 1}),
@@ -77,12 +95,14 @@ BODIES = [
 def test_the_answers_are_the_servers(files: tuple[Path, Path]) -> None:
     setup = replace(ENDLESS, model="native")
     requests, answers = files
-    write(requests, *(line(f"id-{i}", url, body) for i, (url, body) in enumerate(BODIES)))
+    write(requests, *(line_of(f"id-{i}", url, body) for i, (url, body) in enumerate(BODIES)))
     num_errors = run(requests, answers, setup, in_flight=1)
     found, expected_errors = read(answers), 0
     with live_server(setup) as live:
         for i, (url, body) in enumerate(BODIES):
-            expected = live.post(url, body)
+            with live.http as http:
+                text = body if isinstance(body, str) else json.dumps(body)
+                expected = http.post(url, content=text, headers={"content-type": "application/json"})
             answer = found[i + 1]
             assert answer.keys() == {"id", "custom_id", "response", "error"}
             assert answer["custom_id"] == f"id-{i}" and answer["error"] is None
@@ -231,6 +251,12 @@ def test_what_is_refused_before_any_work(files: tuple[Path, Path], tmp_path: Pat
         answers.write_text(f"{text}\n{completion(1)}\n")
         refused("line 1 of")
     answers.unlink()
+    write(answers, completion(1))
+    refused(f"line 1 of {answers}")
+    answers.unlink()
+    write(requests, completion(1), completion(1), completion(1))
+    refused("there is one more such line")
+    write(requests, completion(1))
     with pytest.raises(ConfigError, match="is the input itself"), open_batch(requests, requests):
         pass
     with pytest.raises(ConfigError, match="cannot be written"), open_batch(requests, tmp_path):
@@ -241,6 +267,38 @@ def test_what_is_refused_before_any_work(files: tuple[Path, Path], tmp_path: Pat
         open_batch(requests, answers),
     ):
         pass
+
+
+@pytest.mark.parametrize("which", ["in.jsonl", "out.jsonl"])
+def test_what_is_no_regular_file_is_refused_before_it_is_opened(files: tuple[Path, Path], which: str) -> None:
+    """A pipe would let the opening wait; /dev/full would be read for ever."""
+    write(files[0], completion(1))
+    path = files[0].with_name(which)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path.with_name("pipe"))
+    path.with_name("folder").mkdir()
+    for name in ("pipe", "folder"):
+        path.symlink_to(name)
+        expected = f"{which} cannot be (read|written): it is no regular file"
+        with pytest.raises(ConfigError, match=expected), open_batch(*files):
+            pass
+        path.unlink()
+
+
+def test_the_fingerprint_is_the_servers(files: tuple[Path, Path]) -> None:
+    requests, answers = files
+    write(requests, completion(1))
+    engine, config = ENDLESS.engine(), EngineConfig(model="here")
+    with open_batch(requests, answers) as batch:
+        answer_batch(batch, engine, MODEL, 1, lambda: None, config)
+    service = Service(ServerSettings(MODEL))
+
+    async def serve() -> None:
+        service.start(engine, config)
+        await service.close()
+
+    asyncio.run(serve())
+    assert read(answers)[1]["response"]["body"]["system_fingerprint"] == service.fingerprint
 
 
 def test_lines_are_read_as_they_are_needed(files: tuple[Path, Path]) -> None:

@@ -3,6 +3,7 @@
 import json
 import resource
 import socket
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,7 +14,9 @@ import httpx
 import openai
 import pytest
 from helpers_server import MODEL, Live, eventually, live_server, with_setup
+from typer.testing import CliRunner
 
+from minivllm.cli import app
 from minivllm.errors import ConfigError
 from minivllm.server import middleware
 from minivllm.server.run import listen
@@ -471,11 +474,76 @@ def test_other_origins_are_not_let_in_unless_asked(live: Live) -> None:
         {"port": 70000}, {"max_queue": 0}, {"max_body_size": 5}, {"shutdown_timeout": -1}, {"model_name": ""},
         {"shutdown_timeout": float("nan")}, {"request_timeout": 0}, {"api_keys": ("",)}, {"api_keys": ("ä",)},
         {"ssl_keyfile": "key.pem"},
+        *({"cors_origins": (origin,)} for origin in ("", "nonsense", "page.example", "https://", "*.example",
+            "https://page.example/", "https://a, https://b", "https://u@page.example", "HTTPS://page.example")),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServerSettings(**{"model_name": "m"} | wrong)
+
+
+def test_origins_that_can_be() -> None:
+    origins = (
+        "*",
+        "null",
+        "https://page.example",
+        "http://127.0.0.1:3000",
+        "http://[::1]:80",
+        "app://obsidian",
+    )
+    assert ServerSettings("m", cors_origins=origins).cors_origins == origins
+
+
+@pytest.mark.parametrize("option", ["--max-body-size", "--request-timeout", "--shutdown-timeout"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e400", "-1", "1e300"])
+def test_numbers_that_are_none(option: str, value: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "no.gguf", f"{option}={value}"])
+    assert isinstance(result.exception, ConfigError)
+    assert option[2:].replace("-", "_") in str(result.exception)
+
+
+def test_limits_are_told_in_full() -> None:
+    with pytest.raises(ConfigError, match=r"from 1 to 1,048,576$"):
+        ServerSettings("m", max_queue=0)
+
+
+def test_tls_files_that_cannot_be_used(tmp_path: Path) -> None:
+    made = {}
+    for name, more in (("a", ("-nodes",)), ("b", ("-nodes",)), ("locked", ("-passout", "pass:x"))):
+        made[name] = subprocess.run(
+            [
+                *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+                *("-keyout", f"{tmp_path}/{name}.key", "-out", f"{tmp_path}/{name}.pem"),
+                *("-subj", "/CN=localhost", *more),
+            ],
+            capture_output=True,
+            check=False,
+        ).returncode
+    if any(made.values()):
+        pytest.skip("openssl is not here to make certificates")
+    (tmp_path / "text").write_text("nonsense")
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "both.pem").write_text((tmp_path / "a.pem").read_text() + (tmp_path / "a.key").read_text())
+
+    def settings(certificate: str, key: str | None) -> ServerSettings:
+        keyfile = None if key is None else tmp_path / key
+        return ServerSettings("m", ssl_certfile=tmp_path / certificate, ssl_keyfile=keyfile)
+
+    assert settings("a.pem", "a.key").scheme == settings("both.pem", None).scheme == "https"
+    for certificate, key, words in (
+        ("text", "a.key", "text has no certificate"),
+        ("empty", "a.key", "empty has no certificate"),
+        ("a.key", "a.key", "a.key has no certificate"),
+        ("a.pem", "text", "ssl_keyfile .*text has no private key"),
+        ("a.pem", "a.pem", "ssl_keyfile .*a.pem has no private key"),
+        ("a.pem", None, "ssl_certfile .*a.pem has no private key"),
+        ("a.pem", "b.key", "b.key is not the one of the certificate in .*a.pem"),
+        ("locked.pem", "locked.key", "locked.key has no private key .* without a passphrase"),
+        ("none.pem", "a.key", "there is no file .*none.pem"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            settings(certificate, key)
 
 
 def test_key_files(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from minivllm.server.service import Service
 def create_app(service: Service) -> ASGIApp:
     """The ASGI application over ``service``."""
     settings = service.settings
-    app: ASGIApp = BodyLimit(create_api(service), settings.max_body_size, service.draining)
+    app: ASGIApp = BodyLimit(create_api(service), int(settings.max_body_size), service.draining)
     if settings.api_keys:
         app = Authentication(app, settings.api_keys)
     if settings.cors_origins:

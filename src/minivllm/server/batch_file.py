@@ -30,6 +30,7 @@ MAX_LINE_BYTES = 2 * 2**20
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 _ID_PREFIX = "batch_req_"
 _ID = re.compile(_ID_PREFIX + r"([1-9][0-9]{0,17})")
+_DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
 _BLANK, _NO_ID = b"", b"?"  # in place of a digest
 
 
@@ -71,7 +72,30 @@ def parsed_line(line: bytes) -> BatchRequest | BadLine:
         return BadLine(custom_id, f"body is {shown(body)}; it must be a JSON object, the request")
     if body.get("stream"):
         return BadLine(custom_id, "body.stream is set; a batch has no streams, leave it out")
-    return BatchRequest(custom_id, url, json.dumps(body).encode())
+    return BatchRequest(custom_id, url, _member(line.decode(), "body").encode())
+
+
+def _member(text: str, name: str) -> str:
+    """The text of a member of an object, as it stands: written anew, 1e999 would be no JSON.
+
+    Args:
+        text: a JSON object that has been parsed, and has the member.
+    """
+    at = _between(text, text.index("{") + 1)
+    while True:
+        key, at = _DECODER.raw_decode(text, at)
+        start = _between(text, at)
+        _, end = _DECODER.raw_decode(text, start)
+        if key == name:
+            return text[start:end]
+        at = _between(text, end)
+
+
+def _between(text: str, at: int) -> int:
+    """Where the next key or value begins."""
+    while text[at] in " \t\n\r,:":
+        at += 1
+    return at
 
 
 class Batch:
@@ -82,10 +106,12 @@ class Batch:
         num_answered: those of them whose answer is in the output.
     """
 
-    def __init__(self, requests: IO[bytes], answers: IO[bytes], digests: npt.NDArray[np.bytes_]) -> None:
+    def __init__(
+        self, requests: IO[bytes], answers: IO[bytes], path: Path, digests: npt.NDArray[np.bytes_]
+    ) -> None:
         self._requests = requests
         self._answers = answers
-        self._answered = _answered_lines(answers, digests)
+        self._answered = _answered_lines(answers, path, digests)
         self.num_requests = int(np.count_nonzero(digests != _BLANK))
         self.num_answered = int(np.count_nonzero(self._answered))
 
@@ -128,6 +154,9 @@ def open_batch(requests: Path, answers: Path) -> Iterator[Batch]:
     Raises:
         ConfigError: a file cannot be opened, a custom_id is given twice, or the output is another input's.
     """
+    for path, verb in ((requests, "read"), (answers, "written")):
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} cannot be {verb}: it is no regular file; copy what is in it to one")
     try:
         source = requests.open("rb")
     except OSError as error:
@@ -145,7 +174,7 @@ def open_batch(requests: Path, answers: Path) -> Iterator[Batch]:
                 fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(f"another run is writing {answers}; wait for it, or end it") from None
-            yield Batch(source, target, digests)
+            yield Batch(source, target, answers, digests)
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -176,7 +205,9 @@ def _digests(file: IO[bytes], path: Path) -> npt.NDArray[np.bytes_]:
     if len(again):
         earliest = again[np.argmin(order[again + 1])]
         first, second = order[earliest] + 1, order[earliest + 1] + 1
-        more = f", and there are {len(again) - 1:,} more such lines" if len(again) > 1 else ""
+        num_more = len(again) - 1
+        more = f", and there are {num_more:,} more such lines" if num_more > 1 else ""
+        more = ", and there is one more such line" if num_more == 1 else more
         raise ConfigError(
             f"the lines {first:,} and {second:,} of {path} have the same custom_id{more}; "
             "give each line one of its own"
@@ -191,7 +222,7 @@ def _digest(custom_id: str | None) -> bytes:
     return base64.b64encode(hashlib.blake2b(custom_id.encode(), digest_size=12).digest())
 
 
-def _answered_lines(answers: IO[bytes], digests: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
+def _answered_lines(answers: IO[bytes], path: Path, digests: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bool_]:
     """Whether each line is answered. Leaves the file at its end, without a torn last line.
 
     Raises:
@@ -206,7 +237,7 @@ def _answered_lines(answers: IO[bytes], digests: npt.NDArray[np.bytes_]) -> npt.
         request = _answered_line(line, digests)
         if request is None:
             raise ConfigError(
-                f"line {number:,} of {answers.name} is no answer to a line of this input; "
+                f"line {number:,} of {path} is no answer to a line of this input; "
                 "give another output file, or the input that it belongs to"
             )
         answered[request] = True

@@ -100,7 +100,7 @@ def serve(
         port=server.port,
         api_keys=(*(server.api_key or ()), *file_keys),
         max_queue=server.max_queue,
-        max_body_size=int(server.max_body_size * 2**20),
+        max_body_size=server.max_body_size * 2**20,
         request_timeout=server.request_timeout,
         shutdown_timeout=server.shutdown_timeout,
         cors_origins=tuple(server.cors_origin or ()),
@@ -150,7 +150,9 @@ def run_batch(
             with Progress(*columns, console=notes, transient=True) as progress:
                 task = progress.add_task("", total=total, completed=before)
                 in_flight = IN_FLIGHT * engine.max_num_seqs
-                num_errors = answer_batch(batch, running, name, in_flight, lambda: progress.advance(task))
+                num_errors = answer_batch(
+                    batch, running, name, in_flight, lambda: progress.advance(task), config
+                )
         earlier = f", {before:,} of them by an earlier run" if before else ""
         notes.print(f"{total:,} requests are answered{earlier}; {num_errors:,} of this run with an error")
 

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
+from minivllm.config import EngineConfig
 from minivllm.engine.async_engine import EngineStoppedError
 from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.server.app import create_app
@@ -33,7 +34,12 @@ class AppAnswer:
 
 
 def answer_batch(
-    batch: Batch, engine: InferenceEngine, model_name: str, in_flight: int, progress: Callable[[], None]
+    batch: Batch,
+    engine: InferenceEngine,
+    model_name: str,
+    in_flight: int,
+    progress: Callable[[], None],
+    config: EngineConfig | None = None,
 ) -> int:
     """Answer every line that is still without an answer.
 
@@ -41,6 +47,7 @@ def answer_batch(
         model_name: what requests may call the model.
         in_flight: lines under way at once.
         progress: is called after each line.
+        config: what the engine was made after, for the fingerprint; see ``Service.start``.
 
     Returns:
         The number of lines whose answer is an error.
@@ -49,14 +56,19 @@ def answer_batch(
         EngineStoppedError: the engine broke. The lines under way are without an answer, for a next run.
         OSError: an answer cannot be written.
     """
-    return asyncio.run(_run(batch, engine, model_name, in_flight, progress))
+    service = Service(ServerSettings(model_name, max_queue=MAX_QUEUE))
+    return asyncio.run(_run(batch, service, engine, config, in_flight, progress))
 
 
 async def _run(
-    batch: Batch, engine: InferenceEngine, model_name: str, in_flight: int, progress: Callable[[], None]
+    batch: Batch,
+    service: Service,
+    engine: InferenceEngine,
+    config: EngineConfig | None,
+    in_flight: int,
+    progress: Callable[[], None],
 ) -> int:
-    service = Service(ServerSettings(model_name, max_queue=MAX_QUEUE))
-    service.start(engine)
+    service.start(engine, config)
     app, lines = create_app(service), batch.unanswered()
 
     async def work() -> int:
