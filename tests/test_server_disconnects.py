@@ -341,9 +341,10 @@ def test_what_fails_while_it_is_cancelled_is_not_mourned(part: str, monkeypatch:
             service: Any = SimpleNamespace(settings=ServerSettings(MODEL))
             body: Any = SimpleNamespace(stream=False)
             unused: Any = None
-            app = Generation(service, body, unused, unused, unused)
+            app = Generation(service, body, unused, unused, 1, unused)
             monkeypatch.setattr(app, "_answer_whole", fail)
-        serving = asyncio.ensure_future(app({"type": "http", "method": "POST"}, forever, forever))
+        scope = {"type": "http", "method": "POST", "headers": []}
+        serving = asyncio.ensure_future(app(scope, forever, forever))
         with pytest.raises(asyncio.CancelledError):
             await serving
 

@@ -270,6 +270,38 @@ def test_wrong_routes(live: Live, method: str, path: str, status: int) -> None:
     assert status != 405 or response.headers["allow"]
 
 
+@pytest.mark.parametrize(
+    "path", ["/health", "/version", "/v1/models", "/metrics", "/docs", "/openapi.json", "/no/such", TEXT]
+)
+def test_head_is_get_without_the_body(live: Live, path: str) -> None:
+    with live.http as http:
+        got, head = http.get(path), http.head(path)
+        assert head.status_code == got.status_code and head.content == b""
+        assert head.headers["content-type"] == got.headers["content-type"]
+        assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT"])
+def test_bodies_that_others_may_see_otherwise(live: Live, method: str) -> None:
+    """Two lengths, of which a proxy may believe the other one; and compression, which would be ignored."""
+    head = f"{method} {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+    both = b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+        connection.sendall(head + both + head + b"content-length: 0\r\n\r\n")
+        answer = b""
+        while piece := connection.recv(2**16):
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+    for encoding in ("gzip", "deflate, gzip", "br"):
+        with live.http as http:
+            headers = {"content-type": "application/json", "content-encoding": encoding}
+            assert (
+                encoding
+                in error_of(http.request(method, TEXT, content=b"x", headers=headers), 415)["message"]
+            )
+
+
 def test_every_answer_has_a_request_id(live: Live) -> None:
     with live.http as http:
         assert http.get("/health").headers["x-request-id"] != http.get("/health").headers["x-request-id"]
@@ -347,6 +379,43 @@ def test_a_full_queue_is_429() -> None:
         assert all(answer.result().status_code == 200 for answer in accepted)
         live.wait_until_idle()
         assert live.post(TEXT, {"prompt": "a"}).status_code == 200
+
+
+def test_a_burst_fills_the_queue_and_no_more() -> None:
+    """Though all of it comes while the prompts are still being made."""
+    with live_server(with_setup(max_num_seqs=2), max_queue=3) as live, ThreadPoolExecutor(20) as pool:
+        live.gate.close()
+        first = [pool.submit(live.post, TEXT, {"prompt": "a"}) for _ in range(2)]
+        eventually(lambda: live.gate.held)
+        live.gate.step(2)
+        eventually(lambda: live.engine.metrics().num_running == 2 and live.num_waiting == 0)
+        burst = [pool.submit(live.post, TEXT, {"prompt": "a"}) for _ in range(18)]
+        eventually(lambda: sum(answer.done() for answer in burst) == 15)
+        assert live.num_waiting == 3
+        live.gate.open()
+        assert sorted(answer.result().status_code for answer in first + burst) == [200] * 5 + [429] * 15
+        live.wait_until_idle()
+
+
+def test_every_prompt_of_a_request_has_its_place_in_the_queue() -> None:
+    with live_server(with_setup(max_num_seqs=1), max_queue=4) as live, ThreadPoolExecutor(3) as pool:
+
+        def prompts(count: int) -> dict[str, Any]:
+            return {"prompt": [f"{count} {i}" for i in range(count)], "max_tokens": 2}
+
+        assert live.post(TEXT, prompts(9)).status_code == 200  # nobody waits
+        live.gate.close()
+        accepted = [pool.submit(live.post, TEXT, {"prompt": "a"})]
+        eventually(lambda: live.engine.metrics().num_running == 1 and live.num_waiting == 0)
+        accepted.append(pool.submit(live.post, TEXT, prompts(2)))
+        eventually(lambda: live.num_waiting == 2)
+        assert "2 prompts are waiting" in error_of(live.post(TEXT, prompts(3)), 429)["message"]
+        accepted.append(pool.submit(live.post, TEXT, prompts(2)))
+        eventually(lambda: live.num_waiting == 4)
+        error_of(live.post(TEXT, prompts(1)), 429)
+        live.gate.open()
+        assert all(answer.result().status_code == 200 for answer in accepted)
+        live.wait_until_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -456,6 +525,11 @@ def test_keys_guard_every_route_but_health() -> None:
             allowed = http.options(CHAT, headers=asked)
             assert allowed.status_code == 200
             assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+            for foreign in (
+                {"origin": "https://other.example"},
+                {"access-control-request-method": "PUT"},
+            ):
+                assert "Disallowed CORS" in error_of(http.options(CHAT, headers=asked | foreign))["message"]
             refused = http.get("/v1/models", headers={"origin": "https://page.example"})
             assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers
         with pytest.raises(openai.AuthenticationError):

@@ -107,7 +107,7 @@ class AsyncEngine:
         """
         arrived_at = time.monotonic() if arrived_at is None else arrived_at
         answers = Answers(asyncio.get_running_loop(), whole, arrived_at)
-        self._num_adding += 1
+        self._num_adding += len(prompts)
         self._commands.put(partial(self._add, answers, prompts, params, cache_salt, priority, grammars))
         try:
             if self._stopped is not None:  # set before the queue's last reading: nobody else answers this
@@ -228,11 +228,11 @@ class AsyncEngine:
             self._open.add(answers)
         except Exception as error:
             refusal = error
-        _call_soon(answers.loop, partial(self._added, answers, refusal))
+        _call_soon(answers.loop, partial(self._added, answers, len(prompts), refusal))
 
-    def _added(self, answers: "Answers", refusal: Exception | None) -> None:
+    def _added(self, answers: "Answers", num_prompts: int, refusal: Exception | None) -> None:
         """In the event loop: tell who waits in ``requests``."""
-        self._num_adding -= 1
+        self._num_adding -= num_prompts
         if answers.admitted.done():  # its caller has gone
             return
         if refusal is None:
@@ -266,7 +266,7 @@ class AsyncEngine:
                 return
             if isinstance(command, partial) and command.func == self._add:
                 late: Answers = command.args[0]
-                _call_soon(late.loop, partial(self._added, late, failure))
+                _call_soon(late.loop, partial(self._added, late, len(command.args[1]), failure))
 
 
 class Answers:

@@ -1,12 +1,11 @@
 """create_app: the routes, within the layers that every request passes."""
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import minivllm
 from minivllm.server import chat, completions, errors, other_routes
-from minivllm.server.middleware import Authentication, BodyLimit, RequestId
+from minivllm.server.middleware import Authentication, BodyLimit, CrossOrigin, HeadAsGet, RequestId
 from minivllm.server.service import Service
 
 
@@ -17,14 +16,14 @@ def create_app(service: Service) -> ASGIApp:
     if settings.api_keys:
         app = Authentication(app, settings.api_keys)
     if settings.cors_origins:
-        app = CORSMiddleware(
+        app = CrossOrigin(
             app,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    return RequestId(app, service.draining)
+    return RequestId(HeadAsGet(app), service.draining)
 
 
 def create_api(service: Service) -> FastAPI:

@@ -47,7 +47,7 @@ async def create_chat_completion(body: ChatCompletionRequest, service: ServiceOf
     engine = service.engine
     chat = ChatFormat(Head.new("chatcmpl", service), service.tokenizer, params, tools, body.wants_usage)
     told = body if tools is not None else body.model_copy(update={"tools": None})
-    return Generation(service, body, params, lambda: [chat_prompt(engine, body.messages, told)], chat)
+    return Generation(service, body, params, lambda: [chat_prompt(engine, body.messages, told)], 1, chat)
 
 
 def chat_prompt(engine: InferenceEngine, messages: Seq[Message], wishes: TemplateFields) -> list[int]:

@@ -57,7 +57,9 @@ class ServerOptions:
     api_key_file: Annotated[
         Path | None, _server("--api-key-file", help="A file with a key on each line.")
     ] = None
-    max_queue: Annotated[int, _server("--max-queue", help="Refuse requests when this many wait.")] = 256
+    max_queue: Annotated[int, _server("--max-queue", help="Refuse requests when this many prompts wait.")] = (
+        256
+    )
     max_body_size: Annotated[float, _server("--max-body-size", help="MiB of a request's body, at most.")] = 2
     request_timeout: Annotated[
         float | None, _server("--request-timeout", help="Seconds for an answer; default: any time.")

@@ -1,6 +1,6 @@
 """Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``.
 
-Whatever a caller did wrong is a 400 (or 401, 404, 405, 408, 413, 429), never a 422 and never a 500.
+Whatever a caller did wrong is a 400 (or 401, 404, 405, 408, 413, 415, 429), never a 422 and never a 500.
 """
 
 import logging
@@ -48,11 +48,12 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def queue_full(num_waiting: int) -> ApiError:
+def queue_full(num_waiting: int, max_queue: int) -> ApiError:
     """429, with the seconds after which to ask again."""
     return ApiError(
         429,
-        f"{num_waiting:,} requests are waiting already, as many as this server lets wait; try again soon",
+        f"{num_waiting:,} prompts are waiting already, and this server lets {max_queue:,} wait; "
+        "try again soon",
         kind="rate_limit_error",
         code="queue_full",
         headers={"Retry-After": "1"},

@@ -112,6 +112,7 @@ class Generation(Response):
     Args:
         body: the request; how it wants to be served.
         make_prompts: gives the token ids of each prompt; run in another thread.
+        num_prompts: how many it will give.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Generation(Response):
         body: GenerationRequest,
         params: SamplingParams,
         make_prompts: Callable[[], Seq[Seq[int]]],
+        num_prompts: int,
         answer_format: Format,
     ) -> None:
         super().__init__()
@@ -127,6 +129,7 @@ class Generation(Response):
         self._body = body
         self._params = params
         self._make_prompts = make_prompts
+        self._num_prompts = num_prompts
         self._format = answer_format
         self._stream = bool(body.stream)
         self._started = False
@@ -192,6 +195,7 @@ class Generation(Response):
         with about_field(form_field(self._body)):
             async with self._service.answers(
                 self._make_prompts,
+                self._num_prompts,
                 self._params,
                 whole=not self._stream,
                 cache_salt=self._body.cache_salt,

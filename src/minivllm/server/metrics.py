@@ -53,7 +53,7 @@ class ServerMetrics:
         )
         self._success = Counter(
             "mini_vllm:request_success",
-            "Requests that are over.",
+            "Choices that are over, of which a request has one for each prompt and each n.",
             [*LABELS, "finished_reason"],
             registry=self._registry,
         )

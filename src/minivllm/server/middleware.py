@@ -12,9 +12,12 @@ import uuid
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minivllm.server.errors import ApiError, internal_error, shutting_down
+from minivllm.errors import shown
+from minivllm.server.errors import ApiError, bad_request, internal_error, shutting_down
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,30 @@ _PLAIN_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 def new_request_id() -> str:
     """One that no other answer has."""
     return f"req-{uuid.uuid4().hex}"
+
+
+class HeadAsGet:
+    """Lets whoever answers GET answer HEAD; the connection leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope.get("method") == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
+
+
+class CrossOrigin(CORSMiddleware):
+    """Starlette's, which refuses in the shape of all errors."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """What a browser is told that asks for permission."""
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        return bad_request(bytes(response.body).decode(), code="cors").response()
 
 
 class RequestId:
@@ -113,26 +140,20 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            body = await self._read_in_time(scope, receive)
+            _check_framing(Headers(scope=scope))
+            if scope["method"] not in ("GET", "OPTIONS"):
+                body = await self._read_in_time(scope, receive)
+                if body is None:
+                    return
+                receive = _giving(body, receive)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        if body is None:
-            return
-        given = False
-
-        async def receive_again() -> Message:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        await self._app(scope, receive_again, send)
+        await self._app(scope, receive, send)
 
     async def _read_in_time(self, scope: Scope, receive: Receive) -> bytes | None:
         """As ``_read``.
@@ -191,6 +212,35 @@ class BodyLimit:
             code="body_too_large",
             headers=_CLOSE,
         )
+
+
+def _giving(body: bytes, receive: Receive) -> Receive:
+    """``receive`` after a body that has been read."""
+    given = False
+
+    async def receive_again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again
+
+
+def _check_framing(headers: Headers) -> None:
+    """Refuse bodies whose end or form others may see otherwise.
+
+    Raises:
+        ApiError: 400, 415.
+    """
+    if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1: may be an attack
+        message = "the request has content-length and transfer-encoding; it can have one"
+        raise ApiError(400, message, headers=_CLOSE)
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.lower() not in ("", "identity"):
+        message = f"the content-encoding is {shown(encoding)}; send the body as it is"
+        raise ApiError(415, message, headers=_CLOSE)
 
 
 def _digest(key: bytes) -> bytes:

@@ -246,6 +246,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         404: "No such model.",
         408: "The body did not arrive, or the answer was not ready in time.",
         413: "The body is too large.",
+        415: "The body is compressed.",
         429: "Too many requests are waiting.",
         500: "The server's or the model's error.",
         503: "The model is still being loaded, or the server is about to end.",

@@ -43,7 +43,7 @@ class Service:
         self.num_open = 0  #: requests that are being answered
         self._engine: AsyncEngine | None = None
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="mini-vllm prompts")
-        self._preparing: set[Future[Any]] = set()
+        self._preparing: dict[Future[Any], int] = {}  # and for how many prompts
 
     def start(self, engine: InferenceEngine, config: EngineConfig | None = None) -> None:
         """From now on requests are answered, by this engine, which was made after this configuration."""
@@ -108,25 +108,39 @@ class Service:
                 code="model_not_found",
             )
 
-    async def prepare(self, make: Callable[[], T]) -> T:
+    async def prepare(self, make: Callable[[], T], num_prompts: int = 1) -> T:
         """The result of ``make``, which runs in another thread.
+
+        Its prompts count as waiting until the caller goes on, which is to hand them to the engine. A request
+        with more prompts than may wait is let in when nothing does.
 
         Raises:
             ApiError: 429: too much is waiting already.
             Exception: that of ``make``.
         """
-        num_waiting = self._ready().num_waiting + len(self._preparing)
-        if num_waiting >= self.settings.max_queue:
-            raise queue_full(num_waiting)
+        num_waiting, max_queue = self.num_waiting, self.settings.max_queue
+        if num_waiting and num_waiting + num_prompts > max_queue:
+            raise queue_full(num_waiting, max_queue)
         job = self._pool.submit(make)
-        self._preparing.add(job)
-        job.add_done_callback(self._preparing.discard)  # in its thread; it may outlive who waits for it
-        return await asyncio.wrap_future(job)
+        self._preparing[job] = num_prompts
+        try:
+            return await asyncio.wrap_future(job)
+        finally:
+            if job.done():
+                del self._preparing[job]
+            else:  # who waited for it has gone; it ends in its thread
+                job.add_done_callback(self._preparing.pop)
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that are being made, or wait for their first step. Raises as ``health``."""
+        return self._ready().num_waiting + sum(self._preparing.values())
 
     @asynccontextmanager
     async def answers(
         self,
         make_prompts: Callable[[], Seq[Seq[int]]],
+        num_prompts: int,
         params: SamplingParams,
         *,
         whole: bool,
@@ -141,7 +155,7 @@ class Service:
         self.num_open += 1
         try:
             prompts, grammar = await self.prepare(
-                lambda: (make_prompts(), engine.engine.compile_grammar(params))
+                lambda: (make_prompts(), engine.engine.compile_grammar(params)), num_prompts
             )
             async with engine.requests(
                 prompts,
