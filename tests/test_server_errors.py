@@ -340,6 +340,42 @@ def test_a_model_without_a_tokenizer() -> None:
         error_of(live.post("/detokenize", {"tokens": [1]}))
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (TEXT, {"prompt": ["a", 1]}, "prompt: a list of strings has 1 in it"),
+        (TEXT, {"prompt": [[1], "a"]}, "prompt: a list of lists of token ids has 'a' in it"),
+        (TEXT, [], "the body must be a JSON object"),
+        (CHAT, "messages", "the body must be a JSON object"),
+        ("/detokenize", 5, "the body must be a JSON object"),
+        (CHAT, {"messages": [[]]}, "messages[0]: this must be a JSON object"),
+        (
+            TEXT,
+            {"prompt": "a", "stream": True, "stream_options": 1},
+            "stream_options: this must be a JSON object",
+        ),
+        ("/detokenize", {"tokens": [1, 10**30]}, "tokens has a number of 100 bits; token ids are 0 to 255"),
+        ("/detokenize", {"tokens": [-1]}, "tokens has -1; token ids are 0 to 255"),
+        *(
+            (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"} | more]}]}, words)
+            for more, words in (
+                ({}, "a text part of messages[0] must have text, a string"),
+                ({"text": None}, "a text part of messages[0] must have text, a string"),
+                ({"text": 5}, "a text part of messages[0] must have text, a string"),
+            )
+        ),
+    ],
+)
+def test_messages_say_what_is_wrong(live: Live, path: str, body: Any, message: str) -> None:
+    assert error_of(live.post(path, body))["message"].startswith(message)
+
+
+def test_a_model_has_a_name(live: Live) -> None:
+    with live.http as http:
+        assert error_of(http.get("/v1/models/"), 404)["code"] == "unknown_url"
+        assert error_of(http.get("/v1/models/x"), 404)["code"] == "model_not_found"
+
+
 def test_a_model_without_a_chat_template() -> None:
     with live_server(with_setup(chat_template=None)) as live:
         assert "chat template" in error_of(live.post(CHAT, {"messages": HI, "stream": True}))["message"]
@@ -466,11 +502,14 @@ def test_a_broken_engine_is_503_and_not_healthy() -> None:
             error_of(http.get("/health"), 503)
 
 
-def test_our_own_bugs_are_500_in_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_bugs_are_500_in_the_same_shape(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with live_server() as live, live.http as http:
         monkeypatch.setattr(live.service.metrics, "text", lambda: 1 / 0)
         error = error_of(http.get("/metrics"), 500)
         assert error["type"] == "server_error" and "division" not in error["message"]
+    assert caplog.text.count("Traceback (most recent call last)") == 1
 
 
 def test_while_the_model_is_loaded() -> None:

@@ -156,7 +156,7 @@ DOUBLING = "{{% set ns = namespace(s='a') %}}{{% for i in range(99) %}}{{% set n
         ([{"role": "user", "content": {"a": 1}}], r"messages\[0\].content", "content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\].content", "'image_url'"),
         ([{"role": "user", "content": ["x"]}], r"messages\[0\].content", "'str'"),
-        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], r"messages\[0\].content", "'text'"),
+        ([{"role": "user", "content": [{"type": "text", "text": 1}]}], r"messages\[0\].content", "have text"),
         ([{"role": "assistant", "content": None, "tool_calls": []}], r"messages\[0\].content", "content"),
         ([{"role": "assistant", "tool_calls": "x"}], r"messages\[0\].tool_calls", "a list"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], r"messages\[0\].tool_calls", "name"),

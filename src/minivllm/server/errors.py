@@ -17,6 +17,8 @@ from minivllm.errors import ContextLengthError, ModelError, RequestError
 
 logger = logging.getLogger(__name__)
 
+_NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")  # pydantic's names
+
 
 class ApiError(HTTPException):
     """An answer that is an error."""
@@ -98,8 +100,6 @@ def as_api_error(error: Exception) -> ApiError:
         return internal_error(str(error))
     if isinstance(error, RequestValidationError):
         return _invalid_field(error.errors())
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail), headers=error.headers)
     logger.error("a request failed", exc_info=error)
     return internal_error()
 
@@ -138,4 +138,6 @@ def _invalid_field(errors: Sequence[Any]) -> ApiError:
         return bad_request(message, f"{param}.{name}" if param else name)
     if first["type"] == "missing":
         message = "this field is required" if param else "the request has no body; send a JSON object"
+    if first["type"] in _NO_OBJECT:
+        message = "this must be a JSON object" if param else "the body must be a JSON object"
     return bad_request(f"{param}: {message}" if param else message, param or None)

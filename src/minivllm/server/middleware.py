@@ -74,26 +74,30 @@ class RequestId:
             return
         wanted = Headers(scope=scope).get("x-request-id", "")
         request_id = wanted if _PLAIN_ID.fullmatch(wanted) else new_request_id()
-        started = False
+        status, complete = 0, False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal status, complete
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+            else:
+                complete = not message.get("more_body", False)
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            if started:
+            if complete and status == 500:  # Starlette raises what it has had answered, and so logged
+                return
+            if status:
                 raise  # the connection is closed in the middle of the answer, which tells that it is broken
             logger.exception("request %s failed", request_id)
             await internal_error().response()(scope, receive, send_with_id)
         except asyncio.CancelledError:
             if not self._draining.is_set():
                 raise
-            if not started:
+            if not status:
                 await shutting_down().response()(scope, receive, send_with_id)
 
 
@@ -184,6 +188,7 @@ class BodyLimit:
         """
         headers = Headers(scope=scope)
         announced = headers.get("content-length", "")
+        # Of 20 digits any number is too large; of more than 4300 Python makes none.
         if announced.isdecimal() and int(announced[:20]) > self._max_size and "expect" in headers:
             raise self._too_large()  # it waits to be asked for the body
         chunks: list[bytes] = []

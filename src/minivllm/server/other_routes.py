@@ -1,8 +1,9 @@
 """The routes beside completions: models, tokens, health, metrics, version."""
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, HTTPException, Response
 
 import minivllm
+from minivllm.errors import shown
 from minivllm.server.chat import chat_prompt
 from minivllm.server.errors import bad_request
 from minivllm.server.json_body import JSONRoute
@@ -30,6 +31,8 @@ async def list_models(service: ServiceOf) -> ModelList:
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, service: ServiceOf) -> ModelCard:
     """The model, if it is the one that is served."""
+    if not model:
+        raise HTTPException(404)  # as of any other route that there is not
     service.check_model(model)
     return _card(service)
 
@@ -40,13 +43,14 @@ async def tokenize(body: TokenizeRequest, service: ServiceOf) -> Tokenized:
     service.check_model(body.model)
     engine, tokenizer = service.engine, service.tokenizer
 
-    def encode() -> list[int]:
+    def encode() -> tuple[list[int], list[str] | None]:
         if body.messages is not None:
-            return chat_prompt(engine, body.messages, body)
-        return engine.encode(body.prompt or "", body.add_special_tokens is not False)
+            tokens = chat_prompt(engine, body.messages, body)
+        else:
+            tokens = engine.encode(body.prompt or "", body.add_special_tokens is not False)
+        return tokens, [tokenizer.token_text(i) for i in tokens] if body.return_token_strs else None
 
-    tokens = await service.prepare(encode)
-    texts = [tokenizer.token_text(token_id) for token_id in tokens] if body.return_token_strs else None
+    tokens, texts = await service.prepare(encode)
     return {
         "count": len(tokens),
         "max_model_len": engine.max_model_len,
@@ -59,13 +63,16 @@ async def tokenize(body: TokenizeRequest, service: ServiceOf) -> Tokenized:
 async def detokenize(body: DetokenizeRequest, service: ServiceOf) -> Detokenized:
     """The text of token ids, special tokens included."""
     service.check_model(body.model)
-    tokenizer = service.tokenizer
-    for token_id in body.tokens:
-        if not 0 <= token_id < service.engine.vocab_size:
-            last = service.engine.vocab_size - 1
-            raise bad_request(f"tokens has {token_id}; token ids are 0 to {last:,}", "tokens")
-    text = await service.prepare(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
-    return {"prompt": text}
+    tokenizer, vocab_size = service.tokenizer, service.engine.vocab_size
+
+    def decode() -> str:
+        for token_id in body.tokens:
+            if not 0 <= token_id < vocab_size:
+                message = f"tokens has {shown(token_id)}; token ids are 0 to {vocab_size - 1:,}"
+                raise bad_request(message, "tokens")
+        return tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+    return {"prompt": await service.prepare(decode)}
 
 
 @router.get("/health")

@@ -77,11 +77,11 @@ def _checked_prompts(value: object) -> object:
         return value
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"there are {len(value):,} prompts; a request may have {MAX_PROMPTS}")
-    for kind in (str, list):
+    for kind, kinds in ((str, "strings"), (list, "lists of token ids")):
         if isinstance(value[0], kind):
             for prompt in value:
                 if not isinstance(prompt, kind):
-                    raise ValueError(f"a list of {kind.__name__}s has {shown(prompt)} in it")
+                    raise ValueError(f"a list of {kinds} has {shown(prompt)} in it")
             return value
     raise ValueError(f"the list holds {shown(value[0])}; it must hold strings, token ids, or lists of these")
 

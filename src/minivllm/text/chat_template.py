@@ -136,7 +136,10 @@ def _checked_message(index: int, message: object) -> dict[str, Any]:
 
 
 def _text_of(part: object, param: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+    if isinstance(part, dict) and part.get("type") == "text":
+        if not isinstance(part.get("text"), str):
+            message = f"a text part of {param} must have text, a string"
+            raise RequestError(message, f"{param}.content")
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise RequestError(
