@@ -13,6 +13,7 @@ from helpers_engine import TINY, Setup, assert_idle, run, tiny_checkpoint
 
 from minivllm import LLM, EmbeddingParams, SamplingParams
 from minivllm.engine.inference_engine import InferenceEngine
+from minivllm.engine.pooling import Pooler
 from minivllm.errors import ContextLengthError, ModelError, RequestError
 from minivllm.kv_cache.kv_pool import KVGeometry, KVPool
 
@@ -154,6 +155,21 @@ def test_the_executors_agree(expected: dict[str, Vector]) -> None:
 def test_bfloat16_is_near(expected: dict[str, Vector]) -> None:
     found = embedding(replace(NATIVE, dtype="bfloat16").engine(), PROMPT)
     assert found @ expected["mean"] > 0.99
+
+
+def test_the_pooler_knows_what_is_no_vector() -> None:
+    def pooled(rows: list[list[float]], normalize: bool = True) -> Any:
+        pooler = Pooler(EmbeddingParams("mean", normalize))
+        for i, row in enumerate(rows):
+            pooler.add(np.array([row], np.float32), begins=i == 0)
+        found = pooler.embedding()
+        return None if found is None else found.tolist()
+
+    assert pooled([[1, 2], [5, 6]], normalize=False) == [3, 4]
+    assert pooled([[1, 2], [5, 6]]) == [np.float32(0.6), np.float32(0.8)]
+    assert pooled([[0, 0]]) == [0, 0]
+    assert pooled([[3e38, 3e38], [3e38, 3e38]], normalize=False) == [np.float32(3e38)] * 2
+    assert pooled([[np.nan, 1]]) is pooled([[np.inf, 1]]) is pooled([[np.inf, 1], [-np.inf, 1]]) is None
 
 
 def test_abort_gives_back_the_blocks() -> None:
