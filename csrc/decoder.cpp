@@ -55,8 +55,15 @@ StepResult Decoder::execute(const Batch& batch, const SamplingBatch& sampling,
     }
     draws_.push_back(batch.logit_rows.size);
     last_hidden_.reserve(static_cast<int64_t>(yielding_.size()) * hidden_stride_ * number_size(model_.number));
+    asked_hidden_.reserve(batch.hidden_rows.size * hidden_stride_ * 4);
     const int64_t rows = batch.token_ids.size;
     for (int64_t row = 0; row < rows; row += kRowsAtOnce) run_rows(batch, row, std::min(rows, row + kRowsAtOnce));
+    const int64_t hidden_size = model_.config.hidden_size;
+    result.hidden.reserve(static_cast<size_t>(batch.hidden_rows.size * hidden_size));
+    for (int64_t i = 0; i < batch.hidden_rows.size; i++) {
+        const float* row = asked_hidden_.as<float>() + i * hidden_stride_;
+        result.hidden.insert(result.hidden.end(), row, row + hidden_size);
+    }
     if (before_sampling) before_sampling();
     sample(sampling, result);
     return result;
@@ -97,6 +104,9 @@ void Decoder::check(const Batch& b) const {
     for (int64_t i = 0; i < b.logit_rows.size; i++)
         if (b.logit_rows[i] < (i ? b.logit_rows[i - 1] : 0) || b.logit_rows[i] >= rows)
             fail("logit_rows descend, or leave the rows");
+    for (int64_t i = 0; i < b.hidden_rows.size; i++)
+        if (b.hidden_rows[i] < (i ? b.hidden_rows[i - 1] + 1 : 0) || b.hidden_rows[i] >= rows)
+            fail("hidden_rows do not ascend, or leave the rows");
     for (int64_t i = 0; i + 2 < b.block_copies.size; i += 3) {
         const int32_t* copy = b.block_copies.data + i;
         const bool good = copy[0] >= 0 && copy[0] < pool_.num_blocks && copy[1] >= 0 && copy[1] < pool_.num_blocks &&
@@ -173,36 +183,42 @@ void Decoder::run_rows(const Batch& batch, int64_t row, int64_t row_end) {
         run_layer(layer, batch.slot_mapping.data + row, rows);
     const auto first = yielding_.begin();
     for (auto at = std::lower_bound(first, yielding_.end(), row); at < yielding_.end() && *at < row_end; ++at)
-        norm(model_.final_norm, residual_.as<float>() + (*at - row) * hidden_stride_, 1, last_hidden_, at - first);
+        norm(model_.final_norm, residual_.as<float>() + (*at - row) * hidden_stride_, 1, model_.number, last_hidden_,
+             at - first);
+    const int32_t *asked = batch.hidden_rows.data, *asked_end = asked + batch.hidden_rows.size;
+    for (auto at = std::lower_bound(asked, asked_end, row); at < asked_end && *at < row_end; ++at)
+        norm(model_.final_norm, residual_.as<float>() + (*at - row) * hidden_stride_, 1, Number::f32, asked_hidden_,
+             at - asked);
 }
 
 void Decoder::run_layer(int64_t index, const int32_t* slots, int64_t rows) {
     const ModelConfig& c = model_.config;
     const Layer& layer = model_.layers[static_cast<size_t>(index)];
-    norm(layer.attn_norm, residual_.as<float>(), rows, normed_, 0);
+    norm(layer.attn_norm, residual_.as<float>(), rows, model_.number, normed_, 0);
     matmul(layer.qkv, normed_, 0, hidden_stride_, rows, Epilogue::store, qkv_, qkv_stride_);
     const RopeAndStore rope{cache_layer(index), qkv_.as<float>(), qkv_stride_, c.num_heads,
                             c.rope_inv_freq.empty() ? nullptr : cos_sin_.as<float>(), slots};
     for_rows(rows, 8, [&](int64_t r, int64_t end) { kernels_.rope_and_store(rope, r, end); });
     attend(index);
     matmul(layer.o, attended_, 0, attention_stride_, rows, Epilogue::add, residual_, hidden_stride_);
-    norm(layer.mlp_norm, residual_.as<float>(), rows, normed_, 0);
+    norm(layer.mlp_norm, residual_.as<float>(), rows, model_.number, normed_, 0);
     matmul(layer.up, normed_, 0, hidden_stride_, rows, c.gated_mlp ? Epilogue::activate_gated : Epilogue::activate,
            inner_, inner_stride_);
     matmul(layer.down, inner_, 0, inner_stride_, rows, Epilogue::add, residual_, hidden_stride_);
 }
 
-void Decoder::norm(const NormWeights& weights, const float* x, int64_t rows, AlignedBuffer& out, int64_t out_row) {
+void Decoder::norm(const NormWeights& weights, const float* x, int64_t rows, Number number, AlignedBuffer& out,
+                   int64_t out_row) {
     const ModelConfig& c = model_.config;
     const NormRows job{c.norm,
-                       model_.number,
+                       number,
                        x,
                        hidden_stride_,
                        c.hidden_size,
                        weights.weight.as<float>(),
                        weights.bias.as<float>(),
                        c.norm_eps,
-                       out.as<char>() + out_row * hidden_stride_ * number_size(model_.number),
+                       out.as<char>() + out_row * hidden_stride_ * number_size(number),
                        hidden_stride_};
     for_rows(rows, 8, [&](int64_t r, int64_t end) { kernels_.norm(job, r, end); });
 }

@@ -4,7 +4,7 @@
 //   up to kRowsAtOnce rows at a time:
 //     embedding ─► each layer: norm ─► q, k, v ─► rotary, cache write ─► attention ─► o, + residual
 //                              norm ─► gate, up, activation ─► down, + residual
-//     final norm of the rows that yield a token
+//     final norm of the rows that yield a token, or whose hidden state is asked for
 //   head, a slice of rows at a time ─► sampler, once for each token that a row yields
 //
 // A row's numbers do not depend on the rows beside it, on the chunks its sequence comes in, on the block size, on
@@ -30,6 +30,7 @@ struct Batch {
     int64_t table_width;
     Array<int32_t> logit_rows;
     Array<int32_t> block_copies;  // [C, 3]
+    Array<int32_t> hidden_rows;
 };
 
 // minivllm.kv_cache.kv_pool: the memory [layers][K, V][blocks][kv_heads][block_size] cells, owned by the caller.
@@ -83,7 +84,7 @@ private:
 
     void matmul(const PackedMatrix& matrix, const AlignedBuffer& x, int64_t x_row, int64_t x_stride, int64_t rows,
                 Epilogue epilogue, AlignedBuffer& out, int64_t out_stride);
-    void norm(const NormWeights& weights, const float* x, int64_t rows, AlignedBuffer& out, int64_t out_row);
+    void norm(const NormWeights& weights, const float* x, int64_t rows, Number number, AlignedBuffer& out, int64_t out_row);
     template <class Body>
     void for_rows(int64_t rows, int64_t grain, const Body& body);
     CacheLayer cache_layer(int64_t layer) const;
@@ -107,6 +108,7 @@ private:
     AlignedBuffer cos_sin_;     // float32 [rows][head_dim]
     AlignedBuffer partials_;    // float32, see kernels.h
     AlignedBuffer last_hidden_;  // input [yielding rows][hidden]
+    AlignedBuffer asked_hidden_;  // float32 [rows asked for][hidden]
     AlignedBuffer logits_;      // float32 [slice][vocabulary]
     std::vector<AlignedBuffer> scratch_;  // one for each thread, for attention
     std::vector<AlignedBuffer> matmul_scratch_;

@@ -132,7 +132,7 @@ def test_batch_agrees_with_its_definition(data: st.DataObject, block_size: int) 
 
     row = 0
     logit_rows = []
-    for i, (s, count, scored, draws) in enumerate(plan):
+    for i, (s, count, scored, draws, _) in enumerate(plan):
         table = cache.table(s)
         assert batch.query_start[i] == row
         context = s.num_computed_tokens + count

@@ -101,10 +101,15 @@ def prompt_batch(tokens: list[int], block_size: int = 16, seed: int = 0) -> Batc
     return one_sequence_batch(tokens, 0, table_of(len(tokens), block_size, seed), block_size, draws=True)
 
 
-def same(a: StepResult, b: StepResult, row: int = 0) -> bool:
-    """Whether row ``row`` of a is b's first row, bit for bit."""
+def same(a: StepResult, b: StepResult, row: int = 0, hidden_row: int | None = None) -> bool:
+    """Whether row ``row`` of a is b's first row, bit for bit.
+
+    Args:
+        hidden_row: its place among the hidden states; None: every logit row has one.
+    """
+    rows = {"hidden": row if hidden_row is None else hidden_row}
     return all(
-        getattr(a, field.name)[row].tobytes() == getattr(b, field.name)[0].tobytes()
+        getattr(a, field.name)[rows.get(field.name, row)].tobytes() == getattr(b, field.name)[0].tobytes()
         for field in dataclasses.fields(StepResult)
     )
 
@@ -350,6 +355,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "context": ({"context_lens": np.array([19], np.int32)}, ValueError, "less than its rows"),
     "query_start": ({"query_start": np.array([0, 19], np.int32)}, ValueError, "does not span the rows"),
     "logit_rows": ({"logit_rows": np.array([20], np.int32)}, ValueError, "descend, or leave the rows"),
+    "hidden_rows": ({"hidden_rows": np.array([1, 1], np.int32)}, ValueError, "hidden_rows do not ascend"),
+    "hidden_rows beyond": ({"hidden_rows": np.array([20], np.int32)}, ValueError, "or leave the rows"),
     "copy": ({"block_copies": np.array([[0, 150, 1]], np.int32)}, ValueError, "no copy of 1 slots"),
     "long copy": ({"block_copies": np.array([[0, 1, 17]], np.int32)}, ValueError, "no copy of 17 slots"),
     "rows": ({"positions": GOOD.positions[:-1]}, ValueError, "not for every row"),
@@ -442,7 +449,7 @@ def test_a_row_may_yield_several_tokens_and_given_ones() -> None:
             dataclasses.replace(batch, logit_rows=rows[row : row + 1]),
             sampling(1, given_token_ids=given[row], choice=choices[row], num_logprobs=3, seed=5),
         )
-        assert same(result, alone, row)
+        assert same(result, alone, row, hidden_row=0)  # of the prompt's end, in both
 
 
 def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,8 @@ BODIES = [
     (TEXT, {"prompt": "a", "model": "another"}),
     (TEXT, {"prompt": "a" * 5000}),
     (TEXT, {"prompt": "a", "nonsense": 1}),
-    (EMBEDDINGS, {"input": "a"}),
+    (EMBEDDINGS, {"input": ["a", "b"], "encoding_format": "base64"}),
+    (EMBEDDINGS, {"input": ""}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""SamplingParams and BeamSearchParams: how the tokens of one request are chosen, and when the request ends.
+"""SamplingParams, BeamSearchParams, EmbeddingParams: what is asked of one request, and when it ends.
 
 Knows nothing of models or tensors. What a value means exactly is defined by ``minivllm.sampler``.
 """
@@ -8,12 +8,14 @@ import numbers
 from collections.abc import Mapping
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from minivllm.errors import RequestError, shown
 from minivllm.structured_outputs import StructuredOutputsParams
 
-__all__ = ["BeamSearchParams", "SamplingParams", "StructuredOutputsParams"]
+__all__ = ["BeamSearchParams", "EmbeddingParams", "SamplingParams", "StructuredOutputsParams"]
+
+Pooling = Literal["mean", "last"]
 
 MAX_N = 64
 MAX_STOP_STRINGS = 64
@@ -197,6 +199,32 @@ class BeamSearchParams:
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
         )
+
+
+@dataclass(frozen=True)
+class EmbeddingParams:
+    """Settings of an embedding: one vector for a whole prompt, made of the model's last hidden states.
+
+    Raises:
+        RequestError: a value is none of those allowed; ``param`` names the field.
+    """
+
+    pooling: Pooling = "mean"  #: over all tokens of the prompt; "last": that of the last one, which sees all
+    normalize: bool = True  #: scale it to length 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pooling, str) or self.pooling not in get_args(Pooling):
+            raise RequestError(f"pooling must be 'mean' or 'last', not {shown(self.pooling)}", "pooling")
+        if not isinstance(self.normalize, bool):
+            raise RequestError(f"normalize must be true or false, not {shown(self.normalize)}", "normalize")
+
+    def sampling_params(self) -> SamplingParams:
+        """What it has in common with other requests. No token is drawn."""
+        return SamplingParams(max_tokens=1, temperature=0)
+
+
+#: What a request may ask for
+RequestParams = SamplingParams | BeamSearchParams | EmbeddingParams
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:

@@ -5,23 +5,26 @@ Everything about a request is checked here, before any work is done. Knows nothi
 
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 
 from minivllm.engine.beam_search import BeamSearch
 from minivllm.engine.output_builder import OutputBuilder
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.pooling import Pooler
 from minivllm.engine.request import Request
 from minivllm.errors import ContextLengthError, RequestError, shown
 from minivllm.kv_cache.kv_pool import KVGeometry
-from minivllm.sampling_params import BeamSearchParams, SamplingParams
+from minivllm.sampling_params import BeamSearchParams, EmbeddingParams, RequestParams, SamplingParams
 from minivllm.sequence import Sequence, SequenceGroup
 from minivllm.structured_outputs import StructuredOutputsParams
+from minivllm.text.chat_template import render_chat
 from minivllm.text.grammar import Grammar, GrammarCompiler
 from minivllm.text.tokenizer import Tokenizer
 
@@ -49,7 +52,7 @@ class Admission:
         self,
         first: int,
         prompts: Seq[Prompt],
-        params: Seq[SamplingParams | BeamSearchParams],
+        params: Seq[RequestParams],
         request_ids: Seq[str] | None,
         unfinished: Collection[str],
         *,
@@ -91,19 +94,19 @@ class Admission:
         ordinal: int,
         request_id: str,
         prompt: Prompt,
-        wish: SamplingParams | BeamSearchParams,
+        wish: RequestParams,
         namespace: bytes,
         priority: int,
         stream: bool,
         outbox: deque[RequestOutput],
         grammar: Grammar | None,
     ) -> Request:
-        if not isinstance(wish, SamplingParams | BeamSearchParams):
+        if not isinstance(wish, RequestParams):
             raise RequestError(
                 f"sampling_params is a {type(wish).__name__}; it must be a SamplingParams",
                 "sampling_params",
             )
-        params = wish.sampling_params() if isinstance(wish, BeamSearchParams) else wish
+        params = wish if isinstance(wish, SamplingParams) else wish.sampling_params()
         if self.tokenizer is None:
             for name in ("stop", "include_stop_str_in_output"):
                 if getattr(params, name):
@@ -126,6 +129,7 @@ class Admission:
             seed=derived_seed(self.seed, ordinal) if params.seed is None else params.seed,
             max_num_tokens=max_num_tokens,
             end_token_ids=end_token_ids,
+            pooling=wish.pooling if isinstance(wish, EmbeddingParams) else None,
             namespace=namespace,
         )
         search = None
@@ -150,6 +154,7 @@ class Admission:
             builders=[OutputBuilder(sequence, self.tokenizer) for sequence in sequences],
             matchers=[None if grammar is None else grammar.matcher(end_token_ids) for _ in sequences],
             search=search,
+            pooler=Pooler(wish) if isinstance(wish, EmbeddingParams) else None,
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(token_ids),
             tokenizer=self.tokenizer,
             seed=first.seed,
@@ -157,7 +162,7 @@ class Admission:
             outbox=outbox,
         )
 
-    def grammars(self, wishes: Seq[SamplingParams | BeamSearchParams]) -> list[Grammar | None]:
+    def grammars(self, wishes: Seq[RequestParams]) -> list[Grammar | None]:
         """The grammars of the forms that requests' answers must have; None: it may have any.
 
         Equal forms are compiled once. They take a while. Safe to call from any thread.
@@ -200,6 +205,18 @@ class Admission:
                     "prompt",
                 )
         return tokenizer.encode(text, add_special_tokens)
+
+    def chat_prompt(self, messages: Seq[Mapping[str, Any]], **options: Any) -> list[int]:
+        """See ``InferenceEngine.chat_prompt``."""
+        tokenizer = self.text_tokenizer()
+        text = render_chat(
+            tokenizer.chat_template,
+            messages,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            **options,
+        )
+        return self.encode(text, add_special_tokens=False)
 
     def _prompt_token_ids(self, prompt: Prompt) -> list[int]:
         """The prompt as a new list of ids that the model knows, and not empty."""

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minivllm.batch import NO_SLOT, Batch, IntArray
+from minivllm.batch import NO_ROWS, NO_SLOT, Batch, IntArray
 from minivllm.block_allocator import BlockAllocator, PrefixMatch, PublishedBlocks
 from minivllm.errors import BlockError
 from minivllm.kv_cache.kv_pool import KVGeometry
@@ -114,8 +114,8 @@ class KVCache:
         found too, the row finds its own keys and values there and writes nothing.
         """
         sequence = group.sequences[0]
-        if sequence.scores_prompt:
-            return _NOTHING_CACHED  # its logprobs come from computing it
+        if sequence.needs_every_row:
+            return _NOTHING_CACHED
         match = self._match(sequence)
         prefix = self._whole_blocks(sequence, match)
         partial = min(match.partial_tokens, sequence.num_tokens - 1 - prefix.num_tokens)
@@ -304,9 +304,10 @@ class KVCache:
         ends: list[int] = []  # of each sequence: tokens in the cache after this step
         query_start = [0]
         logit_rows: list[int] = []
+        hidden_rows: list[int] = []
         stored_rows: list[int] = []  # rows whose K and V are in a published block already
         copies: list[tuple[int, int, int]] = []
-        for sequence, num_tokens, num_scored, draws in plan:
+        for sequence, num_tokens, num_scored, draws, num_pooled in plan:
             start = sequence.num_computed_tokens
             table = self._tables[sequence]
             if table.copy is not None:
@@ -322,6 +323,8 @@ class KVCache:
                 logit_rows += range(query_start[-2], query_start[-2] + num_scored)
             if draws:
                 logit_rows += [query_start[-1] - 1] * len(draws)
+            if num_pooled:
+                hidden_rows += range(query_start[-1] - num_pooled, query_start[-1])
         block_tables = self._block_tables(plan, ends)
 
         # Few and simple numpy calls: for one sequence their number, not their size, is what a step costs.
@@ -346,6 +349,7 @@ class KVCache:
             block_tables=block_tables,
             logit_rows=np.array(logit_rows, np.int32),
             block_copies=np.array(copies, np.int32) if copies else _NO_COPIES,
+            hidden_rows=np.array(hidden_rows, np.int32) if hidden_rows else NO_ROWS,
         )
 
     def _block_tables(self, plan: Seq[ScheduledSequence], context_lens: Seq[int]) -> IntArray:

@@ -5,7 +5,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import minivllm
-from minivllm.server import chat, completions, errors, other_routes
+from minivllm.server import chat, completions, embeddings, errors, other_routes
 from minivllm.server.middleware import Authentication, BodyLimit, RequestId
 from minivllm.server.service import Service
 
@@ -36,7 +36,7 @@ def create_api(service: Service) -> FastAPI:
         redirect_slashes=False,
     )
     api.state.service = service
-    for module in (chat, completions, other_routes):
+    for module in (chat, completions, embeddings, other_routes):
         api.include_router(module.router)
     errors.install(api)
     return api
