@@ -63,6 +63,12 @@ def test_max_tokens_is_what_the_context_holds_unless_given(model: Path) -> None:
     assert result.returncode == 0 and "120 prompt tokens, 8 generated" in result.stderr
 
 
+def test_a_prompt_far_too_long_is_refused_before_it_is_tokenised(model: Path) -> None:
+    for options in ((), ("-n", "1"), ("--json",), ("--min-tokens", "2")):
+        result = mini_vllm("generate", model, "-", *options, stdin="x" * 20_000_000)
+        assert result.returncode == 1 and "20,000,000 bytes is longer than max_model_len" in result.stderr
+
+
 def test_token_ids_in_and_out(model: Path) -> None:
     text = mini_vllm("generate", model, "abc", *GREEDY)
     ids = mini_vllm("generate", model, "1, 2 3", "--token-ids", *GREEDY)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +25,7 @@ from minivllm.engine.inference_engine import InferenceEngine, Prompt
 from minivllm.engine.outputs import RequestOutput
 from minivllm.errors import ConfigError, MiniVLLMError, RequestError
 from minivllm.factory import create_engine
+from minivllm.kv_cache.prefix_file import check_prefix_target
 from minivllm.models.pull import ALIASES, MODEL_ALIASES, pull
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.cli import run_batch, serve
@@ -48,11 +48,12 @@ MODEL_HELP = (
 )
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 PrefixCacheFile = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--prefix-cache",
         metavar="FILE",
-        help="Keep the prefix cache there: loaded at the start, if the file exists, and saved at the end.",
+        help="Keep the prefix cache there: loaded at the start, if the file exists, and saved at the end, "
+        "but not after an error or Ctrl-C.",
     ),
 ]
 
@@ -179,14 +180,15 @@ def _start(config: EngineConfig) -> InferenceEngine:
 
 
 @contextmanager
-def _started(config: EngineConfig, prefix_cache: Path | None) -> Iterator[InferenceEngine]:
+def _started(config: EngineConfig, prefix_cache: str | None) -> Iterator[InferenceEngine]:
     """The engine, with the prefix cache that was saved, which is saved again at the end."""
+    target = None if prefix_cache is None else check_prefix_target(prefix_cache)
     engine = _start(config)
-    if prefix_cache is not None and prefix_cache.exists():
-        notes.print(f"{engine.load_prefix_cache(prefix_cache):,} blocks from {prefix_cache}", style="dim")
+    if target is not None and target.exists() and target.stat().st_size:
+        notes.print(f"{engine.load_prefix_cache(target):,} blocks from {prefix_cache}", style="dim")
     yield engine
-    if prefix_cache is not None:
-        notes.print(f"{engine.save_prefix_cache(prefix_cache):,} blocks saved in {prefix_cache}", style="dim")
+    if target is not None:
+        notes.print(f"{engine.save_prefix_cache(target):,} blocks saved in {prefix_cache}", style="dim")
 
 
 def _seeded(params: SamplingParams) -> SamplingParams:
@@ -196,7 +198,7 @@ def _seeded(params: SamplingParams) -> SamplingParams:
 
 def _default_max_tokens(engine: InferenceEngine, prompt: Prompt, params: SamplingParams) -> int:
     """``DEFAULT_MAX_TOKENS``, or as many as the context holds; 1 if it is full, which is refused later."""
-    token_ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) and engine.tokenizer else prompt
+    token_ids = engine.encode(prompt) if isinstance(prompt, str) else prompt
     room = max(1, engine.max_model_len - len(token_ids))
     return max(params.min_tokens, min(DEFAULT_MAX_TOKENS, room))
 

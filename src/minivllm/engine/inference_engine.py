@@ -354,12 +354,12 @@ class InferenceEngine:
     def save_prefix_cache(self, path: str | Path) -> int:
         """Write what is cached to a file and return the number of blocks: see ``engine.prefix_store``."""
         with self._turns:
-            return save_prefix_cache(Path(path), self.kv_cache, self.executor)
+            return save_prefix_cache(path, self.kv_cache, self.executor)
 
     def load_prefix_cache(self, path: str | Path) -> int:
         """Take a saved cache and return the number of its blocks: see ``engine.prefix_store``."""
         with self._turns:
-            return load_prefix_cache(Path(path), self.kv_cache, self.executor)
+            return load_prefix_cache(path, self.kv_cache, self.executor)
 
     # --- what others may see ---
 
