@@ -254,7 +254,7 @@ class InferenceEngine:
         ):
             if position < sequence.num_prompt_tokens:
                 self._requests[sequence.request_id].score_prompt(position, result, row)
-            elif sequence.num_candidates is not None:
+            elif sequence.is_beam:
                 beams.setdefault(self._requests[sequence.request_id], []).append(row)
             else:
                 drawn.append((row, sequence, token_id))

@@ -44,9 +44,8 @@ _EVERYBODYS = b""  # namespace of the sequences without a cache_salt
 class CachedPrefix:
     """Leading tokens of a sequence whose keys and values are in the cache already."""
 
-    num_tokens: (
-        int  #: in whole blocks and in the partial one; less than the sequence's, as its last is computed
-    )
+    num_tokens: int
+    """In whole blocks and in the partial one; less than the sequence's, as its last is computed."""
     block_ids: list[int]  #: published blocks to share
     partial_block: int | None  #: a published block whose first ``partial_tokens`` are copied
     partial_tokens: int
@@ -159,9 +158,8 @@ class KVCache:
         table = _Table(array("i", prefix.block_ids), len(prefix.block_ids))
         self._tables[sequence] = table
         if prefix.partial_block is not None:
-            self._allocator.fork(
-                (prefix.partial_block,)
-            )  # first: else it might itself be evicted and handed out
+            # First: else it might itself be evicted and handed out.
+            self._allocator.fork((prefix.partial_block,))
             own = self._allocator.allocate(1)
             assert own is not None, "blocks_missing says that there is one"
             table.block_ids.extend(own)
