@@ -23,7 +23,7 @@ from minivllm.cli_options import ChatSamplingOptions, EngineOptions, SamplingOpt
 from minivllm.config import EngineConfig
 from minivllm.engine.inference_engine import InferenceEngine, Prompt
 from minivllm.engine.outputs import RequestOutput
-from minivllm.errors import ConfigError, MiniVLLMError, RequestError
+from minivllm.errors import ConfigError, MiniVLLMError, RequestError, counted
 from minivllm.factory import create_engine
 from minivllm.kv_cache.prefix_file import check_prefix_target
 from minivllm.models.pull import ALIASES, MODEL_ALIASES, pull
@@ -185,10 +185,12 @@ def _started(config: EngineConfig, prefix_cache: str | None) -> Iterator[Inferen
     target = None if prefix_cache is None else check_prefix_target(prefix_cache)
     engine = _start(config)
     if target is not None and target.exists() and target.stat().st_size:
-        notes.print(f"{engine.load_prefix_cache(target):,} blocks from {prefix_cache}", style="dim")
+        loaded = counted(engine.load_prefix_cache(target), "block")
+        notes.print(f"{loaded} from {prefix_cache}", style="dim")
     yield engine
     if target is not None:
-        notes.print(f"{engine.save_prefix_cache(target):,} blocks saved in {prefix_cache}", style="dim")
+        saved = counted(engine.save_prefix_cache(target), "block")
+        notes.print(f"{saved} saved in {prefix_cache}", style="dim")
 
 
 def _seeded(params: SamplingParams) -> SamplingParams:
@@ -232,7 +234,7 @@ def _print_stream(outputs: Iterable[RequestOutput], params: SamplingParams, as_i
     speed = f", then {(num_tokens - 1) / (ended - first):.0f} tokens/s" if num_tokens > 1 else ""
     seed = f"; seed {params.seed}" if params.temperature > 0 else ""
     notes.print(
-        f"{num_prompt_tokens} prompt tokens, {num_tokens} generated; first after "
+        f"{counted(num_prompt_tokens, 'prompt token')}, {num_tokens:,} generated; first after "
         f"{(first - started) * 1000:.0f} ms{speed}{seed}",
         style="dim",
     )
@@ -250,7 +252,11 @@ def _standard_input() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise RequestError(f"standard input is not {error.encoding} text: {error.reason}", "prompt") from None
+        raise _no_text(error) from None
+
+
+def _no_text(error: UnicodeDecodeError) -> RequestError:
+    return RequestError(f"standard input is not {error.encoding} text: {error.reason}", "prompt")
 
 
 def _ask() -> str:
@@ -261,6 +267,8 @@ def _ask() -> str:
         return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "").strip()
     except EOFError:
         return ""
+    except UnicodeDecodeError as error:
+        raise _no_text(error) from None
 
 
 def main() -> None:
@@ -269,6 +277,8 @@ def main() -> None:
         sys.exit("mini-vllm: standard output is closed")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without a character shows a ?
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="strict")  # in some locales anything would do
     try:
         # Not standalone: typer then leaves its usage errors to us.
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))

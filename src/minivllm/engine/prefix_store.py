@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from minivllm import __version__
 from minivllm.batch import IntArray
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, counted
 from minivllm.executors.base import Executor
 from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.kv_cache.kv_pool import KVGeometry
@@ -78,7 +78,10 @@ def load_prefix_cache(path: str | Path, kv_cache: KVCache, executor: Executor) -
         count = kv_cache.restore(file.parents, file.token_ids, write)
         if count < len(file.parents):
             logger.warning(
-                "%s has %d blocks, of which %d fit into the KV cache", path, len(file.parents), count
+                "%s has %s, of which %d fit into the KV cache",
+                path,
+                counted(len(file.parents), "block"),
+                count,
             )
         return count
 
