@@ -60,10 +60,15 @@ public:
     int num_threads() const { return threads_.num_threads(); }
 
 private:
-    // An attention tile, and where its partial sums start when its splits are spread over threads.
+    // An attention tile: rows of one sequence, or, if the first `shared` splits of their contexts are the same blocks, one
+    // row of each of several. If it is attended in several pieces: how many for a kv head, and where its partial sums start.
     struct Tile {
         QueryTile query;
-        int64_t num_splits, partials;
+        int64_t num_splits, shared, num_pieces = 0, partials = 0;
+    };
+    // Of a tile: one split, or all of them (−1); one row, or all of them (−1).
+    struct Piece {
+        int64_t tile, split, row, kv_head, kv_head_end;
     };
 
     void check(const Batch& batch) const;
@@ -71,6 +76,8 @@ private:
     void plan_attention(const Batch& batch, int64_t row, int64_t row_end);
     void run_rows(const Batch& batch, int64_t row, int64_t row_end);
     void run_layer(int64_t layer, const int32_t* slots, int64_t rows);
+    int64_t shared_splits(const Batch& batch, int64_t sequence, int64_t other) const;
+    void cut_attention();
     void attend(int64_t layer);
     void sample(const SamplingBatch& sampling, StepResult& result);
 
@@ -107,9 +114,9 @@ private:
     std::vector<int32_t> yielding_;       // rows that yield tokens, each once
     std::vector<int64_t> draws_;          // of each of them, the first of its entries in logit_rows; then their number
     std::vector<Tile> tiles_;
-    std::vector<std::pair<int32_t, int32_t>> split_pieces_;  // (tile, split)
-    std::vector<std::atomic<int64_t>> splits_left_;           // [tile][kv head] to be summed up in this layer
-    bool split_ = false;
+    std::vector<Piece> pieces_;
+    std::vector<std::atomic<int64_t>> pieces_left_;  // [tile][kv head] to be summed up in this layer
+    int64_t table_width_ = 0;
 };
 
 }  // namespace minivllm

@@ -184,6 +184,40 @@ def test_company_does_not_matter(isa: str, kind: str, dtype: str, monkeypatch: p
         assert same(result, expected, row), row
 
 
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("block_size", [1, 7, 16, 512])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8")]
+)
+def test_rows_that_share_blocks_attend_together_and_get_what_they_get_alone(
+    isa: str, block_size: int, dtype: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences whose first 0, 520 or 1,030 tokens are the same blocks, in one step with others."""
+    monkeypatch.setenv("MINIVLLM_ISA", isa)
+    threads = 1 + block_size % 3
+    together = make(GPT, dtype, block_size, num_slots=12_000, threads=threads, kv_dtype=kv_dtype)
+    blocks = iter(np.random.default_rng(1).permutation(12_000 // block_size).tolist())
+    common = [next(blocks) for _ in range(-(-1030 // block_size))]
+    together.execute(one_sequence_batch(LONG[:1030], 0, common, block_size, False), greedy(0))
+    batches, alone = [], []
+    lengths = [(1030, 1), (1030, 9), (1030, 60), (520, 500), (520, 2), (0, 30), (1030, 5), (1030, 3)]
+    for shared, own in lengths:
+        num_shared = shared // block_size
+        kept = num_shared * block_size
+        tokens = LONG[:kept] + LONG[own : shared - kept + 2 * own]
+        table = common[:num_shared]
+        table += [next(blocks) for _ in range(-(-len(tokens) // block_size) - num_shared)]
+        if len(tokens) - 1 > kept:
+            together.execute(one_sequence_batch(tokens[kept:-1], kept, table, block_size, False), greedy(0))
+        batches.append(one_sequence_batch(tokens[-1:], len(tokens) - 1, table, block_size, True))
+        apart = make(GPT, dtype, 16, kv_dtype=kv_dtype, threads=2)
+        alone.append(Stepper(apart, 16, table_of(len(tokens), 16), 2000).step(tokens))
+    for order in (range(8), [2, 0, 5, 3, 7, 6, 1, 4]):
+        result = together.execute(merged([batches[i] for i in order]), greedy(8))
+        for row, i in enumerate(order):
+            assert same(result, alone[i], row), (row, i)
+
+
 def test_kv_dtype_and_weight_dtype_mix() -> None:
     logits = forward(LLAMA, random_tensors(LLAMA), LONG[:50])[-1]
     expected = logits - np.log(np.exp(logits).sum())
