@@ -261,7 +261,7 @@ class LLM:
 
 def _prompt_list(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
     """A list of prompts, whether one was given or several."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):  # a mapping is refused, as any prompt that is one
         return [prompts]
     if isinstance(prompts, np.ndarray):
         return [prompts] if prompts.ndim < 2 else list(prompts)
@@ -271,7 +271,7 @@ def _prompt_list(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
             f"or a list of these",
             "prompt",
         )
-    if prompts and not isinstance(prompts[0], str | list | tuple | np.ndarray):
+    if prompts and not isinstance(prompts[0], str | list | tuple | np.ndarray | Mapping):
         return [cast("Prompt", prompts)]  # token ids, or what add_request will refuse
     return cast("Seq[Prompt]", prompts)
 
@@ -288,10 +288,9 @@ def _params_list(params: SamplingParams | Seq[SamplingParams] | None, count: int
 
 
 def _check_kind(method: str, params: object, kind: type[SamplingParams] | type[BeamSearchParams]) -> None:
+    name = "params" if method == "beam_search" else "sampling_params"
     if not isinstance(params, kind):
-        raise RequestError(
-            f"sampling_params is a {type(params).__name__}; {method} takes {kind.__name__}", "sampling_params"
-        )
+        raise RequestError(f"{name} is a {type(params).__name__}; {method} takes {kind.__name__}", name)
 
 
 class _Bar:

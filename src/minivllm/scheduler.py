@@ -78,7 +78,8 @@ class Scheduler:
         """
         plan: list[ScheduledSequence] = []
         num_seqs = self.num_running
-        # Tokens beyond one for each running sequence. Admission sees to it that there are so many.
+        # Tokens beyond one for each running sequence. Admission sees to it that there are so many. A group
+        # that is preempted below stays counted in both: in that step fewer are admitted than could be.
         spare = self.max_num_batched_tokens - num_seqs
         at = 0
         while at < len(self._running):  # preemption shortens it from the end

@@ -65,6 +65,11 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def is_beam(self) -> bool:
+        """Whether it belongs to a beam search, which looks at candidates and draws nothing."""
+        return self.num_candidates is not None
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether the logprobs of its prompt are asked for, and not complete before it yields a token."""
         return self.params.prompt_logprobs is not None and self.num_output_tokens == 0

@@ -19,7 +19,7 @@ from minivllm.engine.output_builder import OutputBuilder
 from minivllm.engine.outputs import RequestOutput
 from minivllm.engine.pooling import Pooler
 from minivllm.engine.request import Request
-from minivllm.errors import ContextLengthError, RequestError, shown
+from minivllm.errors import ContextLengthError, RequestError, counted, shown
 from minivllm.kv_cache.kv_pool import KVGeometry
 from minivllm.sampling_params import BeamSearchParams, EmbeddingParams, RequestParams, SamplingParams
 from minivllm.sequence import Sequence, SequenceGroup
@@ -238,7 +238,7 @@ class Admission:
     def _check_length(self, prompt_length: int) -> None:
         if prompt_length >= self.max_model_len:
             raise ContextLengthError(
-                f"the prompt has {prompt_length:,} tokens, which leaves no room for an answer: "
+                f"the prompt has {counted(prompt_length, 'token')}, which leaves no room for an answer: "
                 f"max_model_len is {self.max_model_len:,}",
                 "prompt",
             )
@@ -256,11 +256,11 @@ class Admission:
                     f"{width_name} is {params.n}, but they all run at once, and {name} is {most:,}",
                     width_name,
                 )
-        for name in ("max_tokens", "min_tokens"):
+        for name in ("min_tokens", "max_tokens"):
             wanted = getattr(params, name)
             if wanted is not None and prompt_length + wanted > limit:
                 raise ContextLengthError(
-                    f"the prompt has {prompt_length:,} tokens and {name} is {wanted:,}, together "
+                    f"the prompt has {counted(prompt_length, 'token')} and {name} is {wanted:,}, together "
                     f"{prompt_length + wanted:,}, but max_model_len is {limit:,}",
                     name,
                 )
@@ -271,9 +271,10 @@ class Admission:
         if prompt_length + wanted > fitting:
             own = -(-(prompt_length + wanted) // size) - shared
             raise RequestError(
-                f"{params.n} times {wanted:,} tokens after a prompt of {prompt_length:,} take "
-                f"{shared + params.n * own:,} blocks of the KV cache, {shared:,} that they share and {own:,} "
-                f"for each, but there are {num_blocks:,}; use a smaller {width_name} or max_tokens",
+                f"{params.n} times {counted(wanted, 'token')} after a prompt of {prompt_length:,} take "
+                f"{counted(shared + params.n * own, 'block')} of the KV cache, {shared:,} that they share "
+                f"and {own:,} for each, but there are {num_blocks:,}; use a smaller {width_name} "
+                f"or max_tokens",
                 width_name,
             )
         return min(limit, fitting) if params.max_tokens is None else prompt_length + params.max_tokens
@@ -360,6 +361,12 @@ def _integers(prompt: object, check_length: Callable[[int], None]) -> list[int]:
     if isinstance(prompt, np.ndarray):
         check_length(prompt.size)
         prompt = prompt.tolist()
+    if isinstance(prompt, Mapping):
+        raise RequestError(
+            f"the prompt is a {type(prompt).__name__}, which is not supported; give the string or the list "
+            f"of token ids that is in it",
+            "prompt",
+        )
     if not isinstance(prompt, Seq) or isinstance(prompt, bytes | bytearray | memoryview):
         raise RequestError(
             f"the prompt is a {type(prompt).__name__}; it must be a string or a list of token ids", "prompt"

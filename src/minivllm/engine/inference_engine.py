@@ -253,7 +253,7 @@ class InferenceEngine:
         ):
             if position < sequence.num_prompt_tokens:
                 self._requests[sequence.request_id].score_prompt(position, result, row)
-            elif sequence.num_candidates is not None:
+            elif sequence.is_beam:
                 beams.setdefault(self._requests[sequence.request_id], []).append(row)
             else:
                 drawn.append((row, sequence, token_id))
@@ -346,12 +346,12 @@ class InferenceEngine:
     def save_prefix_cache(self, path: str | Path) -> int:
         """Write what is cached to a file and return the number of blocks: see ``engine.prefix_store``."""
         with self._turns:
-            return save_prefix_cache(Path(path), self.kv_cache, self.executor)
+            return save_prefix_cache(path, self.kv_cache, self.executor)
 
     def load_prefix_cache(self, path: str | Path) -> int:
         """Take a saved cache and return the number of its blocks: see ``engine.prefix_store``."""
         with self._turns:
-            return load_prefix_cache(Path(path), self.kv_cache, self.executor)
+            return load_prefix_cache(path, self.kv_cache, self.executor)
 
     # --- what others may see ---
 

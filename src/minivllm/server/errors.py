@@ -52,7 +52,7 @@ def queue_full(num_waiting: int) -> ApiError:
     """429, with the seconds after which to ask again."""
     return ApiError(
         429,
-        f"{num_waiting:,} requests are waiting already, as many as this server lets wait; try again soon",
+        f"as many requests wait already as this server lets wait, {num_waiting:,}; try again soon",
         kind="rate_limit_error",
         code="queue_full",
         headers={"Retry-After": "1"},
