@@ -33,7 +33,7 @@ from minivllm.bench.cache_rows import Circumstances, rows
 from minivllm.bench.machine import processor_name
 from minivllm.bench.random_nanogpt import random_nanogpt
 from minivllm.bench.results import Row, append_rows, check_file, read_rows
-from minivllm.errors import ConfigError, MiniVLLMError
+from minivllm.errors import ConfigError, MiniVLLMError, shown
 from minivllm.executors.native import available_threads
 from minivllm.models.config import tensor_shapes
 from minivllm.models.pull import cache_directory
@@ -89,7 +89,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def _natural(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number") from None
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is less than 0")
     return number

@@ -55,8 +55,15 @@ StepResult Decoder::execute(const Batch& batch, const SamplingBatch& sampling,
     }
     draws_.push_back(batch.logit_rows.size);
     last_hidden_.reserve(static_cast<int64_t>(yielding_.size()) * hidden_stride_ * number_size(model_.number));
+    asked_hidden_.reserve(batch.hidden_rows.size * hidden_stride_ * 4);
     const int64_t rows = batch.token_ids.size;
     for (int64_t row = 0; row < rows; row += kRowsAtOnce) run_rows(batch, row, std::min(rows, row + kRowsAtOnce));
+    const int64_t hidden_size = model_.config.hidden_size;
+    result.hidden.reserve(static_cast<size_t>(batch.hidden_rows.size * hidden_size));
+    for (int64_t i = 0; i < batch.hidden_rows.size; i++) {
+        const float* row = asked_hidden_.as<float>() + i * hidden_stride_;
+        result.hidden.insert(result.hidden.end(), row, row + hidden_size);
+    }
     if (before_sampling) before_sampling();
     sample(sampling, result);
     return result;
@@ -97,6 +104,9 @@ void Decoder::check(const Batch& b) const {
     for (int64_t i = 0; i < b.logit_rows.size; i++)
         if (b.logit_rows[i] < (i ? b.logit_rows[i - 1] : 0) || b.logit_rows[i] >= rows)
             fail("logit_rows descend, or leave the rows");
+    for (int64_t i = 0; i < b.hidden_rows.size; i++)
+        if (b.hidden_rows[i] < (i ? b.hidden_rows[i - 1] + 1 : 0) || b.hidden_rows[i] >= rows)
+            fail("hidden_rows do not ascend, or leave the rows");
     for (int64_t i = 0; i + 2 < b.block_copies.size; i += 3) {
         const int32_t* copy = b.block_copies.data + i;
         const bool good = copy[0] >= 0 && copy[0] < pool_.num_blocks && copy[1] >= 0 && copy[1] < pool_.num_blocks &&
@@ -173,36 +183,42 @@ void Decoder::run_rows(const Batch& batch, int64_t row, int64_t row_end) {
         run_layer(layer, batch.slot_mapping.data + row, rows);
     const auto first = yielding_.begin();
     for (auto at = std::lower_bound(first, yielding_.end(), row); at < yielding_.end() && *at < row_end; ++at)
-        norm(model_.final_norm, residual_.as<float>() + (*at - row) * hidden_stride_, 1, last_hidden_, at - first);
+        norm(model_.final_norm, residual_.as<float>() + (*at - row) * hidden_stride_, 1, model_.number, last_hidden_,
+             at - first);
+    const int32_t *asked = batch.hidden_rows.data, *asked_end = asked + batch.hidden_rows.size;
+    for (auto at = std::lower_bound(asked, asked_end, row); at < asked_end && *at < row_end; ++at)
+        norm(model_.final_norm, residual_.as<float>() + (*at - row) * hidden_stride_, 1, Number::f32, asked_hidden_,
+             at - asked);
 }
 
 void Decoder::run_layer(int64_t index, const int32_t* slots, int64_t rows) {
     const ModelConfig& c = model_.config;
     const Layer& layer = model_.layers[static_cast<size_t>(index)];
-    norm(layer.attn_norm, residual_.as<float>(), rows, normed_, 0);
+    norm(layer.attn_norm, residual_.as<float>(), rows, model_.number, normed_, 0);
     matmul(layer.qkv, normed_, 0, hidden_stride_, rows, Epilogue::store, qkv_, qkv_stride_);
     const RopeAndStore rope{cache_layer(index), qkv_.as<float>(), qkv_stride_, c.num_heads,
                             c.rope_inv_freq.empty() ? nullptr : cos_sin_.as<float>(), slots};
     for_rows(rows, 8, [&](int64_t r, int64_t end) { kernels_.rope_and_store(rope, r, end); });
     attend(index);
     matmul(layer.o, attended_, 0, attention_stride_, rows, Epilogue::add, residual_, hidden_stride_);
-    norm(layer.mlp_norm, residual_.as<float>(), rows, normed_, 0);
+    norm(layer.mlp_norm, residual_.as<float>(), rows, model_.number, normed_, 0);
     matmul(layer.up, normed_, 0, hidden_stride_, rows, c.gated_mlp ? Epilogue::activate_gated : Epilogue::activate,
            inner_, inner_stride_);
     matmul(layer.down, inner_, 0, inner_stride_, rows, Epilogue::add, residual_, hidden_stride_);
 }
 
-void Decoder::norm(const NormWeights& weights, const float* x, int64_t rows, AlignedBuffer& out, int64_t out_row) {
+void Decoder::norm(const NormWeights& weights, const float* x, int64_t rows, Number number, AlignedBuffer& out,
+                   int64_t out_row) {
     const ModelConfig& c = model_.config;
     const NormRows job{c.norm,
-                       model_.number,
+                       number,
                        x,
                        hidden_stride_,
                        c.hidden_size,
                        weights.weight.as<float>(),
                        weights.bias.as<float>(),
                        c.norm_eps,
-                       out.as<char>() + out_row * hidden_stride_ * number_size(model_.number),
+                       out.as<char>() + out_row * hidden_stride_ * number_size(number),
                        hidden_stride_};
     for_rows(rows, 8, [&](int64_t r, int64_t end) { kernels_.norm(job, r, end); });
 }
@@ -234,42 +250,95 @@ void Decoder::matmul(const PackedMatrix& m, const AlignedBuffer& x, int64_t x_ro
     });
 }
 
-// Cuts the rows into tiles, and decides whether the splits of their contexts are spread over the threads, which they
-// are if the tiles alone are too few. Either way gives the same numbers.
+// How many splits of the context are the same blocks for two sequences that compute one row each, which sees them whole.
+int64_t Decoder::shared_splits(const Batch& b, int64_t sequence, int64_t other) const {
+    const int32_t *table = b.block_tables.data + sequence * b.table_width, *others = b.block_tables.data + other * b.table_width;
+    const int64_t context = std::min(b.context_lens[sequence], b.context_lens[other]) / kContextSplit * kContextSplit;
+    const int64_t blocks = ceil_div(context, pool_.block_size);
+    const int64_t same = std::mismatch(table, table + blocks, others).first - table;
+    return (same == blocks ? context : same * pool_.block_size) / kContextSplit;
+}
+
+// Cuts the rows into tiles. Neighbours that share the beginning of their contexts, and compute one row each, come into one
+// tile, so that what they share is read and repacked once. All ways to cut give the same numbers.
 void Decoder::plan_attention(const Batch& batch, int64_t row, int64_t row_end) {
     const ModelConfig& c = model_.config;
     tiles_.clear();
-    split_pieces_.clear();
     int64_t sequence = std::upper_bound(batch.query_start.data, batch.query_start.data + batch.query_start.size,
                                         static_cast<int32_t>(row)) - batch.query_start.data - 1;
-    int64_t partials = 0, most_splits = 1;
-    for (int64_t r = row; r < row_end; sequence++) {
-        const int64_t end = std::min<int64_t>(row_end, batch.query_start[sequence + 1]);
-        while (r < end) {
-            const int64_t rows = std::min(query_rows_, end - r);
-            const int64_t splits = batch.positions[r + rows - 1] / kContextSplit + 1;
-            const int32_t* table = batch.block_tables.data + sequence * batch.table_width;
-            tiles_.push_back({{r - row, rows, batch.positions.data + r, table}, splits, partials});
-            partials += splits * rows * c.num_heads * partial_size(c.head_dim);
-            most_splits = std::max(most_splits, splits);
+    const int64_t row_bytes = c.num_heads * partial_size(c.head_dim) * 4;  // of partial sums, for each split
+    int64_t bytes = 0;
+    const auto lone_row = [&](int64_t s, int64_t r) {
+        return r < row_end && batch.query_start[s] == r && batch.query_start[s + 1] == r + 1;
+    };
+    for (int64_t r = row; r < row_end;) {
+        const int32_t* table = batch.block_tables.data + sequence * batch.table_width;
+        const auto splits_of = [&](int64_t at) { return batch.positions[at] / kContextSplit + 1; };
+        if (lone_row(sequence, r)) {
+            int64_t rows = 1, shared = 0, splits = splits_of(r);
+            for (; rows < query_rows_ && lone_row(sequence + rows, r + rows); rows++) {
+                const int64_t with_next = shared_splits(batch, sequence, sequence + rows);
+                const int64_t all_splits = std::max(splits, splits_of(r + rows));
+                if (with_next == 0 || (rows > 1 && with_next < shared)) break;
+                if (bytes + all_splits * (rows + 1) * row_bytes > kPartialBytes) break;
+                shared = rows > 1 ? shared : with_next;
+                splits = all_splits;
+            }
+            tiles_.push_back({{r - row, rows, batch.positions.data + r, table}, splits, shared});
+            bytes += shared ? splits * rows * row_bytes : 0;
             r += rows;
+            sequence += rows;
+            continue;
         }
+        const int64_t end = std::min<int64_t>(row_end, batch.query_start[sequence + 1]);
+        for (int64_t rows; r < end; r += rows) {
+            rows = std::min(query_rows_, end - r);
+            tiles_.push_back({{r - row, rows, batch.positions.data + r, table}, splits_of(r + rows - 1), 0});
+        }
+        sequence++;
     }
+    table_width_ = batch.table_width;
+    cut_attention();
+}
+
+// Cuts the tiles into pieces for the threads: by splits where rows share them, and everywhere if the tiles alone are too
+// few; else all heads of a tile together, so that the next one's keys can be fetched in time.
+void Decoder::cut_attention() {
+    const ModelConfig& c = model_.config;
+    const int64_t threads = threads_.num_threads(), kv_heads = c.num_kv_heads;
+    const auto size_of = [&](const Tile& tile) {
+        return tile.num_splits * tile.query.rows * c.num_heads * partial_size(c.head_dim);
+    };
+    int64_t partials = 0;
+    for (const Tile& tile : tiles_) partials += size_of(tile);
     // The longest contexts first, so that the threads end together.
-    std::stable_sort(tiles_.begin(), tiles_.end(), [](const Tile& a, const Tile& b) {
-        return a.query.positions[a.query.rows - 1] > b.query.positions[b.query.rows - 1];
-    });
-    const int64_t threads = threads_.num_threads(), pieces = static_cast<int64_t>(tiles_.size()) * c.num_kv_heads;
-    split_ = threads > 1 && most_splits > 1 && pieces < 8 * threads && partials * 4 <= kPartialBytes;
-    if (!split_) return;
-    partials_.reserve(partials * 4);
-    splits_left_ = std::vector<std::atomic<int64_t>>(static_cast<size_t>(pieces));
-    for (size_t tile = 0; tile < tiles_.size(); tile++) {
-        for (int64_t split = 0; split < tiles_[tile].num_splits; split++)
-            split_pieces_.emplace_back(static_cast<int32_t>(tile), static_cast<int32_t>(split));
-        for (int64_t head = 0; head < c.num_kv_heads; head++)
-            splits_left_[tile * static_cast<size_t>(c.num_kv_heads) + static_cast<size_t>(head)] = tiles_[tile].num_splits;
+    std::stable_sort(tiles_.begin(), tiles_.end(), [](const Tile& a, const Tile& b) { return a.num_splits > b.num_splits; });
+    const auto num_tiles = static_cast<int64_t>(tiles_.size());
+    const bool split = threads > 1 && num_tiles * kv_heads < 8 * threads && partials * 4 <= kPartialBytes;
+    const int64_t heads = num_tiles >= 8 * threads ? kv_heads : 1;
+    pieces_left_ = std::vector<std::atomic<int64_t>>(static_cast<size_t>(num_tiles * kv_heads));
+    pieces_.clear();
+    partials = 0;
+    for (int64_t index = 0; index < num_tiles; index++) {
+        Tile& tile = tiles_[static_cast<size_t>(index)];
+        const auto add = [&](int64_t at, int64_t row) {
+            tile.num_pieces++;
+            for (int64_t head = 0; head < kv_heads; head++) pieces_.push_back({index, at, row, head, head + 1});
+        };
+        if (tile.shared == 0 && (!split || tile.num_splits == 1)) {
+            for (int64_t head = 0; head < kv_heads; head += heads) pieces_.push_back({index, -1, -1, head, head + heads});
+            continue;
+        }
+        for (int64_t at = 0; at < (tile.shared ? tile.shared : tile.num_splits); at++) add(at, -1);
+        if (tile.shared)
+            for (int64_t r = 0; r < tile.query.rows; r++)
+                for (int64_t at = tile.shared; at <= tile.query.positions[r] / kContextSplit; at++) add(at, r);
+        for (int64_t head = 0; head < kv_heads; head++)
+            pieces_left_[static_cast<size_t>(index * kv_heads + head)] = tile.num_pieces;
+        tile.partials = partials;
+        partials += size_of(tile);
     }
+    partials_.reserve(partials * 4);
 }
 
 void Decoder::attend(int64_t layer) {
@@ -282,33 +351,27 @@ void Decoder::attend(int64_t layer) {
                         model_.number,
                         attended_.as<char>(),
                         attention_stride_};
-    const int64_t pieces = static_cast<int64_t>(tiles_.size()) * c.num_kv_heads;
-    if (!split_) {
-        // All heads of a tile together, so that the next one's keys can be fetched in time, if there are enough tiles.
-        const int64_t heads = static_cast<int64_t>(tiles_.size()) >= 8 * threads_.num_threads() ? c.num_kv_heads : 1;
-        threads_.run(pieces / heads, [&](int64_t piece, int thread) {
-            const Tile& tile = tiles_[static_cast<size_t>(piece * heads / c.num_kv_heads)];
-            const int64_t head = piece * heads % c.num_kv_heads;
-            kernels_.attend(job, tile.query, head, head + heads, scratch_[static_cast<size_t>(thread)].as<float>());
-        });
-        return;
-    }
-    const int64_t group_size = c.num_heads / c.num_kv_heads * partial_size(c.head_dim);
-    const auto partials_of = [&](const Tile& tile, int64_t kv_head, int64_t split) {
-        const int64_t before = kv_head * tile.num_splits + split;
-        return partials_.as<float>() + tile.partials + before * tile.query.rows * group_size;
-    };
-    threads_.run(static_cast<int64_t>(split_pieces_.size()) * c.num_kv_heads, [&](int64_t piece, int thread) {
-        const auto [index, split] = split_pieces_[static_cast<size_t>(piece / c.num_kv_heads)];
-        const Tile& tile = tiles_[static_cast<size_t>(index)];
-        const int64_t kv_head = piece % c.num_kv_heads;
-        kernels_.attend_split(job, tile.query, kv_head, split, scratch_[static_cast<size_t>(thread)].as<float>(),
-                              partials_of(tile, kv_head, split));
+    const int64_t row_partials = c.num_heads / c.num_kv_heads * partial_size(c.head_dim);
+    threads_.run(static_cast<int64_t>(pieces_.size()), [&](int64_t at, int thread) {
+        const Piece& piece = pieces_[static_cast<size_t>(at)];
+        const Tile& tile = tiles_[static_cast<size_t>(piece.tile)];
+        const QueryTile& query = tile.query;
+        float* scratch = scratch_[static_cast<size_t>(thread)].as<float>();
+        if (piece.split < 0) return kernels_.attend(job, query, piece.kv_head, piece.kv_head_end, scratch);
+        const auto partials_of = [&](int64_t split) {
+            const int64_t before = piece.kv_head * tile.num_splits + split;
+            return partials_.as<float>() + tile.partials + before * query.rows * row_partials;
+        };
+        QueryTile part = query;
+        if (piece.row >= 0)
+            part = {query.row + piece.row, 1, query.positions + piece.row, query.block_table + piece.row * table_width_};
+        kernels_.attend_split(job, part, piece.kv_head, piece.split, scratch, partials_of(piece.split),
+                              std::max<int64_t>(0, piece.row), query.rows);
         // Whoever is through last merges, in the order of the splits; and sets the count for the next layer.
-        std::atomic<int64_t>& left = splits_left_[static_cast<size_t>(index * c.num_kv_heads + kv_head)];
+        std::atomic<int64_t>& left = pieces_left_[static_cast<size_t>(piece.tile * c.num_kv_heads + piece.kv_head)];
         if (left.fetch_sub(1) > 1) return;
-        left = tile.num_splits;
-        kernels_.merge_splits(job, tile.query, kv_head, partials_of(tile, kv_head, 0));
+        left = tile.num_pieces;
+        kernels_.merge_splits(job, query, piece.kv_head, partials_of(0));
     });
 }
 

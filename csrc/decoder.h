@@ -4,7 +4,7 @@
 //   up to kRowsAtOnce rows at a time:
 //     embedding ─► each layer: norm ─► q, k, v ─► rotary, cache write ─► attention ─► o, + residual
 //                              norm ─► gate, up, activation ─► down, + residual
-//     final norm of the rows that yield a token
+//     final norm of the rows that yield a token, or whose hidden state is asked for
 //   head, a slice of rows at a time ─► sampler, once for each token that a row yields
 //
 // A row's numbers do not depend on the rows beside it, on the chunks its sequence comes in, on the block size, on
@@ -30,6 +30,7 @@ struct Batch {
     int64_t table_width;
     Array<int32_t> logit_rows;
     Array<int32_t> block_copies;  // [C, 3]
+    Array<int32_t> hidden_rows;
 };
 
 // minivllm.kv_cache.kv_pool: the memory [layers][K, V][blocks][kv_heads][block_size] cells, owned by the caller.
@@ -60,10 +61,15 @@ public:
     int num_threads() const { return threads_.num_threads(); }
 
 private:
-    // An attention tile, and where its partial sums start when its splits are spread over threads.
+    // An attention tile: rows of one sequence, or, if the first `shared` splits of their contexts are the same blocks, one
+    // row of each of several. If it is attended in several pieces: how many for a kv head, and where its partial sums start.
     struct Tile {
         QueryTile query;
-        int64_t num_splits, partials;
+        int64_t num_splits, shared, num_pieces = 0, partials = 0;
+    };
+    // Of a tile: one split, or all of them (−1); one row, or all of them (−1).
+    struct Piece {
+        int64_t tile, split, row, kv_head, kv_head_end;
     };
 
     void check(const Batch& batch) const;
@@ -71,12 +77,14 @@ private:
     void plan_attention(const Batch& batch, int64_t row, int64_t row_end);
     void run_rows(const Batch& batch, int64_t row, int64_t row_end);
     void run_layer(int64_t layer, const int32_t* slots, int64_t rows);
+    int64_t shared_splits(const Batch& batch, int64_t sequence, int64_t other) const;
+    void cut_attention();
     void attend(int64_t layer);
     void sample(const SamplingBatch& sampling, StepResult& result);
 
     void matmul(const PackedMatrix& matrix, const AlignedBuffer& x, int64_t x_row, int64_t x_stride, int64_t rows,
                 Epilogue epilogue, AlignedBuffer& out, int64_t out_stride);
-    void norm(const NormWeights& weights, const float* x, int64_t rows, AlignedBuffer& out, int64_t out_row);
+    void norm(const NormWeights& weights, const float* x, int64_t rows, Number number, AlignedBuffer& out, int64_t out_row);
     template <class Body>
     void for_rows(int64_t rows, int64_t grain, const Body& body);
     CacheLayer cache_layer(int64_t layer) const;
@@ -100,6 +108,7 @@ private:
     AlignedBuffer cos_sin_;     // float32 [rows][head_dim]
     AlignedBuffer partials_;    // float32, see kernels.h
     AlignedBuffer last_hidden_;  // input [yielding rows][hidden]
+    AlignedBuffer asked_hidden_;  // float32 [rows asked for][hidden]
     AlignedBuffer logits_;      // float32 [slice][vocabulary]
     std::vector<AlignedBuffer> scratch_;  // one for each thread, for attention
     std::vector<AlignedBuffer> matmul_scratch_;
@@ -107,9 +116,9 @@ private:
     std::vector<int32_t> yielding_;       // rows that yield tokens, each once
     std::vector<int64_t> draws_;          // of each of them, the first of its entries in logit_rows; then their number
     std::vector<Tile> tiles_;
-    std::vector<std::pair<int32_t, int32_t>> split_pieces_;  // (tile, split)
-    std::vector<std::atomic<int64_t>> splits_left_;           // [tile][kv head] to be summed up in this layer
-    bool split_ = false;
+    std::vector<Piece> pieces_;
+    std::vector<std::atomic<int64_t>> pieces_left_;  // [tile][kv head] to be summed up in this layer
+    int64_t table_width_ = 0;
 };
 
 }  // namespace minivllm

@@ -44,6 +44,7 @@ struct StepResult {
     std::vector<float> logprobs;
     std::vector<int32_t> ranks, top_token_ids;
     std::vector<float> top_logprobs;
+    std::vector<float> hidden;  // of the rows that the batch asks for; the decoder's to fill
 };
 
 // Draws tokens; keeps its scratch memory. One for each thread.

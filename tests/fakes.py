@@ -36,6 +36,14 @@ def fake_continuation(
     return tokens[len(prompt) :]
 
 
+HIDDEN_SIZE = 4
+
+
+def fake_hidden(token_ids: Sequence[int]) -> list[float]:
+    """The hidden state of the last of these tokens: a hash of all of them."""
+    return [fake_next(token_ids, choice)[1] for choice in range(HIDDEN_SIZE)]
+
+
 class FakeExecutor:
     """Obeys ``executors.base.Executor``. Ignores the sampling parameters, except for ``num_logprobs``."""
 
@@ -76,7 +84,7 @@ class FakeExecutor:
         self.positions[slots] = batch.positions[new]
 
         logit_rows = batch.logit_rows.tolist()
-        token_ids, logprobs = [], []
+        token_ids, logprobs, hidden = [], [], []
         for s in range(num_seqs):
             length = batch.context_lens[s]
             index = np.arange(length)
@@ -89,6 +97,10 @@ class FakeExecutor:
             rows = range(batch.query_start[s], batch.query_start[s + 1])
             assert batch.positions[rows].tolist() == list(range(length - len(rows), length))
             for position, row in zip(batch.positions[rows].tolist(), rows, strict=True):
+                if row in batch.hidden_rows:
+                    damaged = self.tokens[slots[0]] == self.damaged
+                    context = self.tokens[slots[: position + 1]]
+                    hidden.append([np.nan] * HIDDEN_SIZE if damaged else fake_hidden(context))
                 if row in logit_rows and self.tokens[slots[0]] == self.damaged:
                     row = logit_rows.index(row)
                     raise RuntimeError(f"logit row {row} has no token to choose: its largest logit is nan")
@@ -113,6 +125,7 @@ class FakeExecutor:
             ranks=np.where(asked, 1, 0).astype(np.int32),
             top_token_ids=top,
             top_logprobs=top_logprobs,
+            hidden=np.array(hidden, np.float32).reshape(-1, HIDDEN_SIZE),
         )
 
 

@@ -44,9 +44,14 @@ class Stepper:
 def one_sequence_batch(
     token_ids: list[int], start: int, block_table: list[int], block_size: int, draws: bool
 ) -> Batch:
-    """The batch of tokens start : start + len(token_ids) of one sequence; ``draws``: the last yields one."""
+    """The batch of tokens start : start + len(token_ids) of one sequence.
+
+    Args:
+        draws: the last row yields a token, and its hidden state is asked for.
+    """
     positions = np.arange(start, start + len(token_ids), dtype=np.int32)
     table = np.array(block_table, np.int32)
+    last = np.array([len(token_ids) - 1] if draws else [], np.int32)
     return Batch(
         token_ids=np.array(token_ids, np.int32),
         positions=positions,
@@ -54,8 +59,9 @@ def one_sequence_batch(
         query_start=np.array([0, len(token_ids)], np.int32),
         context_lens=np.array([start + len(token_ids)], np.int32),
         block_tables=table[None],
-        logit_rows=np.array([len(token_ids) - 1] if draws else [], np.int32),
+        logit_rows=last,
         block_copies=np.empty((0, 3), np.int32),
+        hidden_rows=last,
     )
 
 
@@ -74,6 +80,9 @@ def merged(batches: list[Batch]) -> Batch:
         block_tables=np.concatenate(tables),
         logit_rows=np.concatenate([b.logit_rows + first for b, first in zip(batches, firsts, strict=False)]),
         block_copies=np.concatenate([batch.block_copies for batch in batches]),
+        hidden_rows=np.concatenate(
+            [b.hidden_rows + first for b, first in zip(batches, firsts, strict=False)]
+        ),
     )
 
 

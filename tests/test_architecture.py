@@ -26,6 +26,7 @@ RUNGS = [
     {"cli_options"},
     {"llm", "bench", "server"},
     {"cli"},
+    {"__main__"},
 ]
 #: Within a rung, with the reason.
 NEIGHBOURS = {
@@ -38,6 +39,7 @@ NEIGHBOURS = {
 PEERS = ("llama_cpp", "numpy", "openvino", "openvino_genai", "torch", "transformers", "vllm")
 #: (module, imported module) inside a function: only what is heavy and optional.
 LATE_IMPORTS = {
+    ("minivllm.__main__", "minivllm.cli"),  # so that Ctrl-C meanwhile is caught
     ("minivllm.factory", "minivllm.executors.torch_"),
     ("minivllm.models.registry", "huggingface_hub"),
     ("minivllm.text.hf_tokenizer", "huggingface_hub"),

@@ -197,15 +197,26 @@ def test_ratios_are_paired_by_round(model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("latency", "--output-len", "0"), "the output length is 0"),
+        (("latency", "--output-len", "0"), "--output-len is 0; it must be from 1"),
         (("latency", "--prompt-len", "500"), "max_model_len is 128"),
-        (("throughput", "--num-prompts", "0"), "the number of requests is 0"),
-        (("prefix", "--own-len", "0"), "the prompt length is 1024; it must be at least 1025"),
+        (("throughput", "--num-prompts", "0"), "--num-prompts is 0; it must be from 1 to 65,536"),
+        (("prefix", "--own-len", "0"), "--own-len is 0; it must be from 1"),
         (
             ("latency", "--prompt-len", "8", "--output-len", "4", "--compare", "nothing"),
             "no engine 'nothing'",
         ),
         (("latency", "--dtype", "float64"), "float64"),
+        (("latency", "--quantization", "foo"), "'none'"),
+        (("throughput", "--kv-cache-dtype", "int4"), "'int8'"),
+        (("latency", "--batch-size", "100000"), "--batch-size is 100,000; it must be from 1 to 65,536"),
+        (("throughput", "--num-prompts", str(10**12)), "--num-prompts is 1,000,000,000,000"),
+        (("throughput", "--concurrency", "0"), "--concurrency is 0"),
+        (("throughput", "--prompt-len", "0"), "--prompt-len is 0"),
+        (("throughput", "--output-len", "1"), "--output-len is 1; it must be from 2"),
+        (("prefix", "--own-len", "0", "--shared-len", "16"), "--own-len is 0"),
+        (("prefix", "--shared-len", "-1"), "--shared-len is -1"),
+        (("prefix", "--runs", "0"), "--runs is 0"),
+        (("latency", "--runs", str(10**9)), "--runs is 1,000,000,000; it must be from 1 to 10,000"),
     ],
 )
 def test_wrong_wishes_are_refused(model: Path, arguments: tuple[str, ...], words: str) -> None:

@@ -215,10 +215,24 @@ def test_wrong_wishes_are_refused_before_any_work(
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("arguments", [("--new-tokens", "0"), ("--modes", "all"), ("--warmup-runs", "-1")])
-def test_a_wrong_command_line_is_refused(benchmark: ModuleType, arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--new-tokens", "0"), "0 is less than 1"),
+        (("--modes", "all"), "invalid choice"),
+        (("--warmup-runs", "-1"), "-1 is less than 0"),
+        (("--new-tokens", "x"), "'x' is not a whole number"),
+        (("--seed", "1.5"), "'1.5' is not a whole number"),
+        (("--threads", "9" * 5000), "is not a whole number"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    benchmark: ModuleType, arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         benchmark.parse_arguments(arguments)
+    message = capsys.readouterr().err
+    assert words in message and "_count" not in message and "_natural" not in message
 
 
 @pytest.mark.torch

@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 from helpers_models import CHARACTERS, write_tiny_model
+
+import minivllm.__main__
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +65,12 @@ def test_without_a_seed_runs_differ_and_tell_theirs(model: Path) -> None:
 def test_max_tokens_is_what_the_context_holds_unless_given(model: Path) -> None:
     result = mini_vllm("generate", model, "a" * 120, "--ignore-eos")
     assert result.returncode == 0 and "120 prompt tokens, 8 generated" in result.stderr
+
+
+def test_a_prompt_far_too_long_is_refused_before_it_is_tokenised(model: Path) -> None:
+    for options in ((), ("-n", "1"), ("--json",), ("--min-tokens", "2")):
+        result = mini_vllm("generate", model, "-", *options, stdin="x" * 20_000_000)
+        assert result.returncode == 1 and "20,000,000 bytes is longer than max_model_len" in result.stderr
 
 
 def test_token_ids_in_and_out(model: Path) -> None:
@@ -118,6 +128,12 @@ def test_chat_keeps_the_conversation(model: Path) -> None:
         (("generate", "{model}", "hi", "--num-blocks", "0"), "num_blocks"),
         (("generate", "{model}", "hi", "--kv-cache-memory", "nan"), "kv_cache_memory"),
         (("generate", "{model}", "hi", "--kv-cache-memory", "inf"), "kv_cache_memory"),
+        (("generate", "{model}", "hi", "--kv-cache-memory", "1e-9"), "kv_cache_memory is 1e-09 MiB; it must"),
+        (("generate", "{model}", "hi", "--kv-cache-memory", "0"), "from 0.000001 to 1,073,741,824 MiB"),
+        (("generate", "{model}", "hi", "--kv-cache-memory", "1e-6"), "holds 0 blocks"),
+        (("generate", "{model}", "hi", "--quantization", "foo"), "'none'"),
+        (("generate", "{model}", "hi", "--min-tokens", "9000"), "min_tokens is 9,000"),
+        (("generate", "{model}", "hi", "-n", "9000"), "max_tokens is 9,000"),
         (("generate", "{model}", "hi", "--block-size", "1000"), "block_size"),
         (("generate", "{model}", "hi", "--device", "tpu"), "device"),
         (("pull", "gpt-5"), "gpt-5"),
@@ -140,6 +156,44 @@ def test_an_error_is_one_line(model: Path, arguments: tuple[str, ...], words: st
 def test_a_wrong_command_line_exits_with_2(model: Path) -> None:
     assert mini_vllm("generate", model, "hi", "--no-such").returncode == 2
     assert mini_vllm("generate", "no/such/model", "hi").returncode == 1
+
+
+def test_input_that_is_no_text_is_refused(model: Path) -> None:
+    program = [sys.executable, "-c", "from minivllm.cli import main; main()"]
+    commands = [["generate", str(model), "-", "-n", "1"], ["chat", str(model), "-n", "1"]]
+    for command in commands:
+        for locale in ("C", "C.UTF-8"):
+            result = subprocess.run(
+                [*program, *command], input=b"\xff\xfe", capture_output=True, timeout=120, check=False,
+                env=os.environ | {"LC_ALL": locale},
+            )  # fmt: skip
+            line = result.stderr.decode().strip().splitlines()[-1]
+            assert result.returncode == 1 and line.startswith("mini-vllm: standard input is not utf-8 text")
+
+
+@pytest.mark.parametrize("module", ["minivllm.cli", "typer", "numpy", "minivllm.config"])
+def test_ctrl_c_while_loading_is_quiet(module: str) -> None:
+    code = f"""
+import sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+from minivllm.__main__ import main
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_it_runs_as_a_module_and_as_the_installed_command() -> None:
+    said = [sys.executable, "-m", "minivllm", "--version"]
+    result = subprocess.run(said, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and result.stdout == f"mini-vllm {minivllm.__version__}\n"
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    (command,) = re.findall(r'^mini-vllm = "(.*)"$', project, re.MULTILINE)
+    assert EntryPoint("mini-vllm", command, "console_scripts").load() is minivllm.__main__.main
 
 
 def test_help_names_every_option() -> None:

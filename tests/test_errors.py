@@ -12,7 +12,7 @@ from helpers_text import write_hf_directory
 
 from minivllm.block_allocator import create_block_allocator
 from minivllm.config import EngineConfig
-from minivllm.errors import MiniVLLMError, shown
+from minivllm.errors import ConfigError, MiniVLLMError, counted, shown
 from minivllm.models.json_file import Fields, parse_json
 from minivllm.models.pull import pull
 from minivllm.sampling_params import SamplingParams
@@ -58,6 +58,21 @@ def test_values_in_messages(value: Any, text: str) -> None:
 )
 def test_long_values_are_cut(value: Any) -> None:
     assert len(shown(value)) <= 121
+
+
+def test_counts_in_words() -> None:
+    assert [counted(n, "block") for n in (0, 1, 2, 1024)] == [
+        "0 blocks",
+        "1 block",
+        "2 blocks",
+        "1,024 blocks",
+    ]
+
+
+@pytest.mark.parametrize("value", ["none", "int3", 8, True])
+def test_what_quantization_may_be_is_listed_whole(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"use one of 'auto', 'int8', 'int4', None$"):
+        EngineConfig("m", quantization=value)
 
 
 REFUSALS: dict[str, Callable[[], object]] = {

@@ -132,7 +132,7 @@ def test_batch_agrees_with_its_definition(data: st.DataObject, block_size: int) 
 
     row = 0
     logit_rows = []
-    for i, (s, count, scored, draws) in enumerate(plan):
+    for i, (s, count, scored, draws, _) in enumerate(plan):
         table = cache.table(s)
         assert batch.query_start[i] == row
         context = s.num_computed_tokens + count
@@ -271,8 +271,8 @@ def test_explicit_sizes_count_and_limit_the_context() -> None:
             {"num_blocks": 5, "max_model_len": 81},
             r"80 tokens, but one sequence of 81 takes 6 blocks",
         ),
-        ({"kv_cache_memory": 100}, r"0.0 MiB holds 0 blocks, 0 tokens, but one sequence of 2 takes 1 blocks"),
-        ({"num_blocks": 1, "block_size": 1}, r"1 blocks, 1 tokens, but one sequence of 2 takes 2 blocks"),
+        ({"kv_cache_memory": 100}, r"0.0 MiB holds 0 blocks, 0 tokens, but one sequence of 2 takes 1 block,"),
+        ({"num_blocks": 1, "block_size": 1}, r"1 block, 1 token, but one sequence of 2 takes 2 blocks"),
         ({"num_blocks": 10_000}, r"10,000 blocks needs 156.2 MiB, but 64.0 MiB are available"),
         ({"kv_cache_memory": 64 * MIB + 1}, r"kv_cache_memory is 64.0 MiB, but 64.0 MiB are available"),
         ({"kv_cache_memory": 2**49}, r"kv_cache_memory is 536,870,912.0 MiB, but 64.0 MiB are available"),

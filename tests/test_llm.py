@@ -102,6 +102,14 @@ def test_each_way_takes_its_own_params(llm: LLM) -> None:
         llm.generate("a", BeamSearchParams(2))
     with pytest.raises(RequestError, match="a SamplingParams; beam_search takes BeamSearchParams"):
         llm.beam_search("a", SamplingParams())
+    with pytest.raises(
+        RequestError, match=r"^params is a list; beam_search takes BeamSearchParams"
+    ) as caught:
+        llm.beam_search("a", [BeamSearchParams(2)])  # type: ignore[arg-type]
+    assert caught.value.param == "params"
+    with pytest.raises(RequestError, match=r"^sampling_params is a str; generate") as caught:
+        llm.generate("a", "greedy")  # type: ignore[arg-type]
+    assert caught.value.param == "sampling_params"
 
 
 def test_salts_and_reset(llm: LLM) -> None:
@@ -141,7 +149,15 @@ def test_one_wrong_prompt_and_none_is_run(llm: LLM) -> None:
         (["fine", "fine"], [GREEDY], "there are 2 prompts but 1 sampling_params"),
         (["fine", "fine"], 3, "sampling_params is a int"),
         (7, GREEDY, "prompts is a int"),
-        ({"prompt": "x"}, GREEDY, "prompts is a dict"),
+        (
+            {"prompt": "x"},
+            GREEDY,
+            "the prompt is a dict, which is not supported; give the string or the list",
+        ),
+        ([{"prompt_token_ids": [1]}], GREEDY, "the prompt is a dict, which is not supported"),
+        ([{"prompt": "x"}, "y"], GREEDY, "prompt 1 of 2: the prompt is a dict, which is not supported"),
+        (["x", {"prompt": "y"}], GREEDY, "prompt 2 of 2: the prompt is a dict, which is not supported"),
+        ([[1], {"prompt": "y"}], GREEDY, "prompt 2 of 2: the prompt is a dict, which is not supported"),
         ([1, "x"], GREEDY, "'x' among its token ids"),
         ([None], GREEDY, "None among its token ids"),
         (np.array(5), GREEDY, "the prompt is a int"),
@@ -286,7 +302,7 @@ def test_end_tokens_of_the_checkpoint_end_the_text(model: Path) -> None:
         ({"max_model_len": CONTEXT + 1}, "max_model_len is 129; the model's context is 128 tokens"),
         ({"block_size": CONTEXT + 1}, "block_size is 129; the model's context is 128 tokens"),
         ({"num_blocks": 2, "max_model_len": 33}, "one sequence of 33 takes 3 blocks"),
-        ({"kv_cache_memory": 10}, "one sequence of 2 takes 1 blocks"),
+        ({"kv_cache_memory": 10}, "one sequence of 2 takes 1 block,"),
         ({"num_blocks": 2**26}, "are available"),
         ({"kv_cache_memory": 2**49}, "kv_cache_memory is 536,870,912.0 MiB, but .* are available"),
     ],

@@ -101,10 +101,15 @@ def prompt_batch(tokens: list[int], block_size: int = 16, seed: int = 0) -> Batc
     return one_sequence_batch(tokens, 0, table_of(len(tokens), block_size, seed), block_size, draws=True)
 
 
-def same(a: StepResult, b: StepResult, row: int = 0) -> bool:
-    """Whether row ``row`` of a is b's first row, bit for bit."""
+def same(a: StepResult, b: StepResult, row: int = 0, hidden_row: int | None = None) -> bool:
+    """Whether row ``row`` of a is b's first row, bit for bit.
+
+    Args:
+        hidden_row: its place among the hidden states; None: every logit row has one.
+    """
+    rows = {"hidden": row if hidden_row is None else hidden_row}
     return all(
-        getattr(a, field.name)[row].tobytes() == getattr(b, field.name)[0].tobytes()
+        getattr(a, field.name)[rows.get(field.name, row)].tobytes() == getattr(b, field.name)[0].tobytes()
         for field in dataclasses.fields(StepResult)
     )
 
@@ -182,6 +187,40 @@ def test_company_does_not_matter(isa: str, kind: str, dtype: str, monkeypatch: p
     result = together.execute(merged(batches), greedy(len(batches)))
     for row, expected in enumerate(alone):
         assert same(result, expected, row), row
+
+
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("block_size", [1, 7, 16, 512])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8")]
+)
+def test_rows_that_share_blocks_attend_together_and_get_what_they_get_alone(
+    isa: str, block_size: int, dtype: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences whose first 0, 520 or 1,030 tokens are the same blocks, in one step with others."""
+    monkeypatch.setenv("MINIVLLM_ISA", isa)
+    threads = 1 + block_size % 3
+    together = make(GPT, dtype, block_size, num_slots=12_000, threads=threads, kv_dtype=kv_dtype)
+    blocks = iter(np.random.default_rng(1).permutation(12_000 // block_size).tolist())
+    common = [next(blocks) for _ in range(-(-1030 // block_size))]
+    together.execute(one_sequence_batch(LONG[:1030], 0, common, block_size, False), greedy(0))
+    batches, alone = [], []
+    lengths = [(1030, 1), (1030, 9), (1030, 60), (520, 500), (520, 2), (0, 30), (1030, 5), (1030, 3)]
+    for shared, own in lengths:
+        num_shared = shared // block_size
+        kept = num_shared * block_size
+        tokens = LONG[:kept] + LONG[own : shared - kept + 2 * own]
+        table = common[:num_shared]
+        table += [next(blocks) for _ in range(-(-len(tokens) // block_size) - num_shared)]
+        if len(tokens) - 1 > kept:
+            together.execute(one_sequence_batch(tokens[kept:-1], kept, table, block_size, False), greedy(0))
+        batches.append(one_sequence_batch(tokens[-1:], len(tokens) - 1, table, block_size, True))
+        apart = make(GPT, dtype, 16, kv_dtype=kv_dtype, threads=2)
+        alone.append(Stepper(apart, 16, table_of(len(tokens), 16), 2000).step(tokens))
+    for order in (range(8), [2, 0, 5, 3, 7, 6, 1, 4]):
+        result = together.execute(merged([batches[i] for i in order]), greedy(8))
+        for row, i in enumerate(order):
+            assert same(result, alone[i], row), (row, i)
 
 
 def test_kv_dtype_and_weight_dtype_mix() -> None:
@@ -316,6 +355,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "context": ({"context_lens": np.array([19], np.int32)}, ValueError, "less than its rows"),
     "query_start": ({"query_start": np.array([0, 19], np.int32)}, ValueError, "does not span the rows"),
     "logit_rows": ({"logit_rows": np.array([20], np.int32)}, ValueError, "descend, or leave the rows"),
+    "hidden_rows": ({"hidden_rows": np.array([1, 1], np.int32)}, ValueError, "hidden_rows do not ascend"),
+    "hidden_rows beyond": ({"hidden_rows": np.array([20], np.int32)}, ValueError, "or leave the rows"),
     "copy": ({"block_copies": np.array([[0, 150, 1]], np.int32)}, ValueError, "no copy of 1 slots"),
     "long copy": ({"block_copies": np.array([[0, 1, 17]], np.int32)}, ValueError, "no copy of 17 slots"),
     "rows": ({"positions": GOOD.positions[:-1]}, ValueError, "not for every row"),
@@ -408,7 +449,7 @@ def test_a_row_may_yield_several_tokens_and_given_ones() -> None:
             dataclasses.replace(batch, logit_rows=rows[row : row + 1]),
             sampling(1, given_token_ids=given[row], choice=choices[row], num_logprobs=3, seed=5),
         )
-        assert same(result, alone, row)
+        assert same(result, alone, row, hidden_row=0)  # of the prompt's end, in both
 
 
 def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,8 @@ BODIES = [
     (TEXT, {"prompt": "a", "model": "another"}),
     (TEXT, {"prompt": "a" * 5000}),
     (TEXT, {"prompt": "a", "nonsense": 1}),
-    (EMBEDDINGS, {"input": "a"}),
+    (EMBEDDINGS, {"input": ["a", "b"], "encoding_format": "base64"}),
+    (EMBEDDINGS, {"input": ""}),
 ]
 
 
@@ -213,7 +214,7 @@ def test_a_kill_and_a_resume(tmp_path: Path) -> None:
     kept = done[: done.rindex(b"\n", 0, done.rindex(b"\n")) + 1]
 
     last = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "300 requests are answered, " in last.stderr and "0 of this run with an error" in last.stderr
+    assert "300 requests answered, " in last.stderr and "0 of this run with an error" in last.stderr
     assert answers.read_bytes().startswith(kept)
     found = read(answers)
     assert found.keys() == set(range(1, 301))

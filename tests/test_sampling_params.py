@@ -30,11 +30,10 @@ REFUSED = {
         "x" * 2000,
         "a\ud800",
         ["fine", "\udfffb"],
-        None,
         3,
         {"a": 1},
     ],
-    "stop_token_ids": [[-1], [1.0], [True], ["1"], 5, None, list(range(5000)), [2**31]],
+    "stop_token_ids": [[-1], [1.0], [True], ["1"], 5, list(range(5000)), [2**31]],
     "ignore_eos": [1, 0, None, "true"],
     "include_stop_str_in_output": [1, None],
     "skip_special_tokens": [0, None],
@@ -53,7 +52,6 @@ REFUSED = {
         {1: "2"},
         {1: None},
         [(1, 1.0)],
-        None,
         dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 0.0),
     ],
     "logprobs": [-1, 21, True, 1.0, "1"],
@@ -98,6 +96,33 @@ def test_accepted_at_the_limits(accepted: dict) -> None:
     for name, value in accepted.items():
         if name != "stop":
             assert getattr(params, name) == value
+
+
+def test_none_is_empty_where_vllm_takes_it() -> None:
+    params = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
+    assert params == SamplingParams()
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == ((), (), {})
+    params.check_vocabulary(10, (3,))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (
+            {"logit_bias": {"5": 1}},
+            "a token id in logit_bias must be an integer from 0 to 2147483647, not '5'",
+        ),
+        ({"logit_bias": {5: "1"}}, "a bias in logit_bias must be a number from -100 to 100, not '1'"),
+        (
+            {"stop_token_ids": ["5"]},
+            "each of stop_token_ids must be an integer from 0 to 2147483647, not '5'",
+        ),
+    ],
+)
+def test_what_is_in_a_field_is_not_called_the_field(wrong: dict, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**wrong)
+    assert str(caught.value) == words
 
 
 def test_normal_forms() -> None:

@@ -30,6 +30,7 @@ from minivllm.errors import ConfigError, PrefixCacheError
 from minivllm.executors.native import NativeExecutor
 from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.kv_cache.kv_pool import KVGeometry, KVPool
+from minivllm.kv_cache.prefix_file import check_prefix_target
 from minivllm.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.9, seed=3, logprobs=5, ignore_eos=True)
@@ -253,7 +254,7 @@ def test_any_index_is_restored(texts: list[list[int]], num_blocks: int, kind: An
         first._allocator.free(table[::-1])
     saved = first.published()
     written: list[int] = []
-    count = second.restore(saved.parents, saved.token_ids, lambda ids: written.extend(ids.tolist()))
+    count = second.restore(saved.parents, saved.token_ids, lambda _, ids: written.extend(ids.tolist()))
     second.check_integrity()
     assert count == min(num_blocks, len(saved.parents)) == len(written)
     assert second.num_free_blocks == num_blocks
@@ -263,6 +264,59 @@ def test_any_index_is_restored(texts: list[list[int]], num_blocks: int, kind: An
         prefix for prefix, block in prefixes_of(saved) if block in saved.block_ids[:count]
     )
     assert restored.block_ids.tolist() == written  # K and V of each went where the index says
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=8),
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=4),
+    st.integers(1, 40),
+    st.sampled_from(KINDS),
+)
+def test_what_is_published_already_counts_and_takes_no_room(
+    texts: list[list[int]], others: list[list[int]], num_blocks: int, kind: Any
+) -> None:
+    def cache(count: int, kind: Any, texts: list[list[int]]) -> KVCache:
+        cache = KVCache(KVGeometry(1, count, 1, 2, 1, "float32"), create_block_allocator(count, 2, kind))
+        for text in texts:
+            table = cache._allocator.allocate(len(text) // 2)
+            if table is not None:
+                table = cache._allocator.publish(b"", None, text[: len(text) // 2 * 2], table)
+                cache._allocator.free(table[::-1])
+        return cache
+
+    first, second = cache(64, "reference", texts), cache(num_blocks, kind, others)
+    saved = first.published()
+    wanted = {prefix for prefix, _ in prefixes_of(saved)}
+    before = dict(prefixes_of(second.published()))
+    empty = num_blocks - len(before)
+    written: dict[int, int] = {}  # block: whose K and V
+    for _ in range(2):  # the second time there is nothing to do, unless it did not fit
+        count = second.restore(
+            saved.parents,
+            saved.token_ids,
+            lambda indices, ids: written.update(zip(ids.tolist(), indices.tolist(), strict=True)),
+        )
+        second.check_integrity()
+        after = dict(prefixes_of(second.published()))
+        assert count == len(wanted & after.keys()) == min(len(wanted), len(wanted & before.keys()) + empty)
+        assert before.items() <= after.items() and after.keys() <= wanted | before.keys()
+        prefix_of = {block: prefix for prefix, block in prefixes_of(saved)}
+        for block, index in written.items():  # K and V of each went where the index says
+            assert after[prefix_of[int(saved.block_ids[index])]] == block
+        assert len(written) == len(after) - len(before)
+    assert second.num_free_blocks == num_blocks
+
+
+def test_loading_again_finds_all_of_it(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    count = len(contents(filled()))
+    engine = replace(NATIVE, num_blocks=count + 3).engine()
+    assert [engine.load_prefix_cache(saved) for _ in range(3)] == [count] * 3
+    partly = replace(NATIVE, num_blocks=count + 3).engine()
+    answer(partly, PROMPT[:40], replace(PARAMS, max_tokens=1))  # K and V of two blocks, not from the file
+    assert partly.load_prefix_cache(saved) == count
+    assert contents(partly) == contents(engine)
+    assert not caplog.records
 
 
 # --- refusing ---
@@ -397,7 +451,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     engine = filled()
     refused(engine, tmp_path / "absent", "cannot read .*No such file")
     refused(engine, tmp_path, "is not a file")
-    refused(engine, Path("a\0b"), "cannot read")
+    refused(engine, Path("a\0b"), "must be that of a file")
     os.mkfifo(tmp_path / "pipe")
     refused(engine, tmp_path / "pipe", "is not a file")
     for name, data in {"empty": b"", "text": b"hello, world" * 9, "zeros": bytes(5000)}.items():
@@ -421,11 +475,100 @@ def test_a_save_that_fails_leaves_the_old_file(saved: Path, tmp_path: Path) -> N
     engine.executor.read_blocks = read  # type: ignore[method-assign]
     assert path.read_bytes() == saved.read_bytes() and os.listdir(tmp_path) == ["old"]
     assert contents(engine) == before
+    engine.save_prefix_cache(path)
+    assert os.listdir(tmp_path) == ["old"]
     with pytest.raises(PrefixCacheError, match=r"cannot write .*No such file"):
         engine.save_prefix_cache(tmp_path / "absent" / "file")
     with pytest.raises(ConfigError, match="enable_prefix_caching"):
         replace(NATIVE, prefix_caching=False).engine().save_prefix_cache(path)
     assert path.read_bytes() == saved.read_bytes()
+
+
+def not_written(path: Any, words: str, engine: InferenceEngine | None = None) -> None:
+    """Neither a save nor the check before it does anything there, and both say why."""
+    for save in (check_prefix_target, (engine or filled()).save_prefix_cache):
+        with pytest.raises(PrefixCacheError, match=words) as caught:
+            save(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_save_replaces_nothing_but_a_prefix_cache(saved: Path, tmp_path: Path) -> None:
+    engine = filled()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    foreign = {
+        "text": b"hello, world",
+        "short": b"x",
+        "zeros": bytes(5000),
+        "header": b"\2" + bytes(7) + b"{}",
+    }
+    for name, data in foreign.items():
+        (tmp_path / name).write_bytes(data)
+    for name in [*foreign, "pipe", "directory"]:
+        (tmp_path / f"link to {name}").symlink_to(name)
+    (tmp_path / "loop").symlink_to("loop")
+    there = {path.name: path.lstat() for path in tmp_path.iterdir()}
+    for name in foreign:
+        not_written(tmp_path / name, "is not a prefix cache .*; it is not replaced", engine)
+        not_written(tmp_path / f"link to {name}", "is not a prefix cache", engine)
+        assert (tmp_path / name).read_bytes() == foreign[name]
+    for name in ("pipe", "directory"):
+        not_written(tmp_path / name, "is not a file; it is not replaced", engine)
+        not_written(tmp_path / f"link to {name}", "is not a file", engine)
+    not_written(tmp_path / "loop", "cannot write .*symbolic links", engine)
+    now = {path.name: path.lstat() for path in tmp_path.iterdir()}
+    assert {
+        name: (s.st_ino, s.st_mode, s.st_mtime_ns) for name, s in now.items() if s.st_mode & 0o100000
+    } == {name: (s.st_ino, s.st_mode, s.st_mtime_ns) for name, s in there.items() if s.st_mode & 0o100000}
+    assert now.keys() == there.keys()  # nothing unfinished is left
+
+
+def test_a_save_goes_where_a_link_leads(saved: Path, tmp_path: Path) -> None:
+    engine = filled()
+    (tmp_path / "there").mkdir()
+    link, target = tmp_path / "link", tmp_path / "there" / ("long name" * 28)
+    link.symlink_to(target)
+    for before in (None, b"", b"an old one, damaged"):
+        if before is not None:  # what was saved, cut short behind its header, counts as ours
+            target.write_bytes(before and saved.read_bytes()[:-9])
+        assert engine.save_prefix_cache(link) == NATIVE.engine().load_prefix_cache(target)
+        assert link.is_symlink() and not target.is_symlink()
+    assert os.listdir(tmp_path / "there") == [target.name]
+
+
+def test_a_check_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert check_prefix_target(tmp_path / "new") == (tmp_path / "new").resolve()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", None, 7, b"bytes", ["x"]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    engine = filled()
+    not_written(path, "must be that of a file", engine)
+    with pytest.raises(PrefixCacheError, match="must be that of a file"):
+        engine.load_prefix_cache(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("absent/file", "No such file"),
+        ("text/file", "Not a directory"),
+        ("text", "not a prefix cache"),
+        ("", "must be that of a file"),
+        (".", ". is not a file"),
+        ("/proc/prefixes", "cannot write"),
+        ("x" * 300, "name too long"),
+    ],
+)
+def test_the_command_line_refuses_a_path_before_anything_runs(path: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"mine")
+    where = str(tmp_path / path) if path.strip("./") and path[0] != "/" else path
+    for command in (("generate", "no/such/model.gguf", "hi"), ("chat", "no/such/model.gguf", "hi")):
+        result = mini_vllm(*command, "--prefix-cache", where)
+        assert result.returncode == 1 and result.stdout == ""
+        assert words in result.stderr and "model.gguf" not in result.stderr, result.stderr
+    assert os.listdir(tmp_path) == ["text"] and (tmp_path / "text").read_bytes() == b"mine"
 
 
 @pytest.mark.real_model

@@ -65,7 +65,7 @@ class Loop:
         assert ids == sorted(ids), "first come, first served"
         running = [s for s in self.sequences if s.status is SequenceStatus.RUNNING]
         assert [s.sequence for s in plan] == running, "every running sequence advances in every step"
-        for sequence, num_tokens, _, draws in plan:
+        for sequence, num_tokens, _, draws, _ in plan:
             end = sequence.num_computed_tokens + num_tokens
             assert num_tokens >= 1 and end <= sequence.num_tokens
             assert draws == ((sequence,) if end == sequence.num_tokens else ())

@@ -17,7 +17,7 @@ import pytest
 from helpers_server import MODEL, Live, events, eventually, live_server, with_setup
 
 from minivllm.server import run
-from minivllm.server.generation import Generation
+from minivllm.server.embeddings import Embeddings
 from minivllm.server.middleware import BodyLimit
 from minivllm.server.settings import ServerSettings
 
@@ -339,10 +339,10 @@ def test_what_fails_while_it_is_cancelled_is_not_mourned(part: str, monkeypatch:
             monkeypatch.setattr(app, "_read", fail)
         else:
             service: Any = SimpleNamespace(settings=ServerSettings(MODEL))
-            body: Any = SimpleNamespace(stream=False)
+            body: Any = SimpleNamespace(cache_salt=None, priority=None, encoding_format=None)
             unused: Any = None
-            app = Generation(service, body, unused, unused, 1, unused)
-            monkeypatch.setattr(app, "_answer_whole", fail)
+            app = Embeddings(service, body, unused, unused, 1)
+            monkeypatch.setattr(app, "_answer", fail)
         scope = {"type": "http", "method": "POST", "headers": []}
         serving = asyncio.ensure_future(app(scope, forever, forever))
         with pytest.raises(asyncio.CancelledError):

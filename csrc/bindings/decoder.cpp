@@ -120,6 +120,7 @@ Batch batch_of(nb::handle batch) {
     int64_t columns;
     b.block_copies = field<int32_t, 2>(batch, "block_copies", &columns);
     if (columns != 3) wrong_array("block_copies");
+    b.hidden_rows = field<int32_t>(batch, "hidden_rows");
     return b;
 }
 
@@ -173,7 +174,9 @@ nb::tuple execute(Decoder& decoder, nb::handle batch, nb::handle sampling, nb::h
     return nb::make_tuple(
         numpy_array(std::move(result.token_ids), {rows}), numpy_array(std::move(result.logprobs), {rows}),
         numpy_array(std::move(result.ranks), {rows}), numpy_array(std::move(result.top_token_ids), {rows, top}),
-        numpy_array(std::move(result.top_logprobs), {rows, top}));
+        numpy_array(std::move(result.top_logprobs), {rows, top}),
+        numpy_array(std::move(result.hidden), {static_cast<size_t>(b.hidden_rows.size),
+                                               static_cast<size_t>(decoder.model().config.hidden_size)}));
 }
 
 void load(Decoder& decoder, const std::string& name, nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu> data,
@@ -217,7 +220,7 @@ void bind_decoder(nb::module_& module) {
         .def("check_complete", [](const Decoder& self) { self.model().check_complete(); },
              "Raises ValueError if a tensor was never loaded.")
         .def("execute", &execute, nb::arg("batch"), nb::arg("sampling"), nb::arg("before_sampling") = nb::none(),
-             "One step: (token_ids, logprobs, ranks, top_token_ids, top_logprobs). Without the GIL, but for the call of "
+             "One step: (token_ids, logprobs, ranks, top_token_ids, top_logprobs, hidden). Without the GIL, but for the call of "
              "before_sampling, after which the masks are read.")
         .def_prop_ro("isa", &Decoder::isa)
         .def_prop_ro("num_threads", &Decoder::num_threads)

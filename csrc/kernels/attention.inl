@@ -479,10 +479,10 @@ INLINE void merge(const Partials& total, const Partials& split, int64_t query, i
     for (int64_t d = 0; d < head; d += kWidth) store(to + d, load(to + d) * a + load(from + d) * b);
 }
 
-INLINE void copy_partial(const Partials& to, const Partials& from, int64_t query, int64_t head) {
-    to.maximum[query] = from.maximum[query];
-    to.sum[query] = from.sum[query];
-    __builtin_memcpy(to.values + query * head, from.values + query * head, static_cast<size_t>(head) * 4);
+INLINE void copy_partial(const Partials& to, int64_t at, const Partials& from, int64_t query, int64_t head) {
+    to.maximum[at] = from.maximum[query];
+    to.sum[at] = from.sum[query];
+    __builtin_memcpy(to.values + at * head, from.values + query * head, static_cast<size_t>(head) * 4);
 }
 
 // Query number i of a tile is (row i / group, head i % group).
@@ -515,7 +515,7 @@ static void attend_tile(const Attention& a, const QueryTile& tile, int64_t kv_he
         sum_split(a, tile, kv_head, next, split, s);
         for (int64_t i = 0; i < queries; i++) {
             if (split == 0)
-                copy_partial(total, part, i, s.head);
+                copy_partial(total, i, part, i, s.head);
             else if (sees(tile, i, group, split))
                 merge(total, part, i, s.head);
         }
@@ -535,22 +535,22 @@ static void attend(const Attention& a, const QueryTile& tile, int64_t kv_head, i
 
 template <class T>
 static void attend_tile_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split,
-                              float* scratch, float* partials) {
+                              float* scratch, float* partials, int64_t partial_row, int64_t partial_rows) {
     const int64_t group = a.heads / a.cache.kv_heads, queries = tile.rows * group;
     const AttentionScratch<T> s(scratch, queries, a.cache.head_dim);
     load_queries(a, tile, kv_head, s);
     sum_split(a, tile, kv_head, -1, split, s);
-    const Partials to(partials, queries), from(s.split, s.room);
+    const Partials to(partials, partial_rows * group), from(s.split, s.room);
     for (int64_t i = 0; i < queries; i++)
-        if (sees(tile, i, group, split)) copy_partial(to, from, i, s.head);
+        if (sees(tile, i, group, split)) copy_partial(to, partial_row * group + i, from, i, s.head);
 }
 
 static void attend_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split, float* scratch,
-                         float* partials) {
+                         float* partials, int64_t partial_row, int64_t partial_rows) {
     if (a.cache.format == CacheFormat::f32)
-        attend_tile_split<float>(a, tile, kv_head, split, scratch, partials);
+        attend_tile_split<float>(a, tile, kv_head, split, scratch, partials, partial_row, partial_rows);
     else
-        attend_tile_split<uint16_t>(a, tile, kv_head, split, scratch, partials);
+        attend_tile_split<uint16_t>(a, tile, kv_head, split, scratch, partials, partial_row, partial_rows);
 }
 
 static void merge_splits(const Attention& a, const QueryTile& tile, int64_t kv_head, float* partials) {

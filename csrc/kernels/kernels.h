@@ -125,11 +125,12 @@ struct RopeAndStore {
     const int32_t* slots;  // [rows]; negative: k and v of the row are in the cache already
 };
 
-// Rows of one sequence that attend together; they read the cache only.
+// Rows of one sequence that attend together; they read the cache only. Or rows of several sequences, over splits that
+// are the same blocks for all of them, and that all of them see whole: only for attend_split, and then merge_splits.
 struct QueryTile {
     int64_t row, rows;           // row … row + rows − 1 of q and out
-    const int32_t* positions;    // [rows], ascending; a row sees keys 0 … its position
-    const int32_t* block_table;  // physical blocks of the sequence
+    const int32_t* positions;    // [rows], ascending within a sequence; a row sees keys 0 … its position
+    const int32_t* block_table;  // physical blocks of the (first) sequence
 };
 
 struct Attention {
@@ -172,10 +173,10 @@ struct Kernels {
 
     // The tile's rows over all their keys: the query heads of kv heads [kv_head, kv_head_end).
     void (*attend)(const Attention&, const QueryTile&, int64_t kv_head, int64_t kv_head_end, float* scratch);
-    // One kv head over split number `split` only, into rows × heads of a group partials of partial_size floats. A row
-    // that sees no key of the split leaves its partial unwritten.
+    // One kv head over split number `split` only, into partials of partial_size floats for `partial_rows` rows × heads of
+    // a group, the tile's from row partial_row on. A row that sees no key of the split leaves its partial unwritten.
     void (*attend_split)(const Attention&, const QueryTile&, int64_t kv_head, int64_t split, float* scratch,
-                         float* partials);
+                         float* partials, int64_t partial_row, int64_t partial_rows);
     // Merges the partials of the splits, which lie one after the other, in order and writes out: bit for bit what
     // attend does. Overwrites the partials of split 0.
     void (*merge_splits)(const Attention&, const QueryTile&, int64_t kv_head, float* partials);

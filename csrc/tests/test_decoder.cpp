@@ -75,9 +75,9 @@ struct Run {
 
     static int64_t blocks(int64_t tokens, int64_t block_size) { return (tokens + block_size - 1) / block_size; }
 
-    // Computes `tokens` in chunks; the logprobs of the five likeliest that follow the last.
-    std::vector<float> logprobs(const std::vector<int32_t>& tokens, size_t chunk) {
-        std::vector<float> top;
+    // Computes `tokens` in chunks; the logprobs of the five likeliest that follow the last, and its hidden state.
+    std::vector<float> last_row(const std::vector<int32_t>& tokens, size_t chunk) {
+        std::vector<float> found;
         for (size_t start = 0; start < tokens.size(); start += chunk) {
             const size_t end = std::min(tokens.size(), start + chunk);
             std::vector<int32_t> ids(tokens.begin() + static_cast<std::ptrdiff_t>(start),
@@ -99,14 +99,16 @@ struct Run {
                 return Array<std::decay_t<decltype(v[0])>>{v.data(), static_cast<int64_t>(v.size())};
             };
             const Batch batch{array(ids),   array(positions), array(slots), array(query_start), array(context),
-                              array(table), static_cast<int64_t>(table.size()), array(last), array(none)};
+                              array(table), static_cast<int64_t>(table.size()), array(last), array(none), array(last)};
             const SamplingBatch sampling{array(cold), array(zero), array(one),  array(cold),   array(one),    array(cold),
                                          array(cold), array(seed), array(zero), array(zero),   array(five),   array(minus_one),
                                          array(starts), array(none), array(none), array(starts), array(none),
                                          array(no_bias), array(minus_one), {nullptr, 0}, 0};
-            top = decoder.execute(batch, sampling).top_logprobs;
+            const StepResult result = decoder.execute(batch, sampling);
+            found = result.top_logprobs;
+            found.insert(found.end(), result.hidden.begin(), result.hidden.end());
         }
-        return top;
+        return found;
     }
 };
 
@@ -114,10 +116,10 @@ void test_model(const ModelConfig& config, const std::string& isa, Number number
     std::vector<int32_t> tokens;
     for (int32_t i = 0; i < 530; i++) tokens.push_back(i * 37 % 101);  // into the second split of the context
     const auto length = static_cast<int64_t>(tokens.size());
-    const std::vector<float> expected = Run(config, number, cache, isa, 1, length, length).logprobs(tokens, 530);
-    CHECK(expected.size() == 5 && expected[0] < 0 && expected[0] >= expected[4]);
-    CHECK(Run(config, number, cache, isa, 3, 1, length).logprobs(tokens, 101) == expected);
-    CHECK(Run(config, number, cache, isa, 2, 16, length).logprobs(tokens, 529) == expected);
+    const std::vector<float> expected = Run(config, number, cache, isa, 1, length, length).last_row(tokens, 530);
+    CHECK(expected.size() == 5 + static_cast<size_t>(config.hidden_size) && expected[0] < 0 && expected[0] >= expected[4]);
+    CHECK(Run(config, number, cache, isa, 3, 1, length).last_row(tokens, 101) == expected);
+    CHECK(Run(config, number, cache, isa, 2, 16, length).last_row(tokens, 529) == expected);
 }
 
 }  // namespace

@@ -276,7 +276,7 @@ void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim
     Floats partials(static_cast<size_t>(splits * partial), kNan);
     for (int64_t head = 0; head < kv_heads; head++) {
         for (int64_t split = splits - 1; split >= 0; split--)
-            kernels.attend_split(job, tile, head, split, scratch.data(), partials.data() + split * partial);
+            kernels.attend_split(job, tile, head, split, scratch.data(), partials.data() + split * partial, 0, rows);
         kernels.merge_splits(job, tile, head, partials.data());
     }
     CHECK(by_row == out);

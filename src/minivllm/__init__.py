@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from minivllm.config import EngineConfig
     from minivllm.engine.inference_engine import InferenceEngine
     from minivllm.llm import LLM
-    from minivllm.sampling_params import BeamSearchParams, SamplingParams
+    from minivllm.sampling_params import BeamSearchParams, EmbeddingParams, SamplingParams
     from minivllm.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
     "BeamSearchParams",
+    "EmbeddingParams",
     "EngineConfig",
     "InferenceEngine",
     "SamplingParams",
@@ -27,6 +28,7 @@ _HOMES = {
     "LLM": "minivllm.llm",
     "SamplingParams": "minivllm.sampling_params",
     "BeamSearchParams": "minivllm.sampling_params",
+    "EmbeddingParams": "minivllm.sampling_params",
     "StructuredOutputsParams": "minivllm.structured_outputs",
     "InferenceEngine": "minivllm.engine.inference_engine",
     "EngineConfig": "minivllm.config",

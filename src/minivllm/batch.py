@@ -13,7 +13,7 @@ and nothing below them sees tensors.
 A row yields several tokens, and occurs several times in ``logit_rows``, where samples of one request begin.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ IntArray = npt.NDArray[np.int32]
 NO_SLOT = (
     -1
 )  #: in ``slot_mapping``: the row's K and V are in the cache already, in a block that others may share
+
+NO_ROWS: IntArray = np.empty(0, np.int32)
+_NO_HIDDEN: npt.NDArray[np.float32] = np.empty((0, 0), np.float32)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Batch:
     block_tables: IntArray  #: [S, W] physical block ids in order; entries beyond the context are 0
     logit_rows: IntArray  #: [R] indices into the T rows, none less than the one before
     block_copies: IntArray  #: [C, 3] (source block, destination block, slots), done before any write
+    hidden_rows: IntArray = field(default_factory=lambda: NO_ROWS)
+    """[E] indices, ascending, of rows whose hidden states are asked for, whether they yield tokens or not"""
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,12 @@ class SamplingBatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an executor gives back for the R logit rows. K is the largest num_logprobs of the batch (≥ 0)."""
+    """What an executor gives back for R logit rows and E hidden rows. K is the largest num_logprobs (≥ 0)."""
 
     token_ids: IntArray  #: [R]
     logprobs: npt.NDArray[np.float32]  #: [R] of the chosen token under the raw logits; NaN where none asked
     ranks: IntArray  #: [R] 1 = likeliest, under the raw logits; 0 where none asked
     top_token_ids: IntArray  #: [R, K] likeliest first, ties by lowest id; -1 beyond a row's num_logprobs
     top_logprobs: npt.NDArray[np.float32]  #: [R, K]; NaN beyond a row's num_logprobs
+    hidden: npt.NDArray[np.float32] = field(default_factory=lambda: _NO_HIDDEN)
+    """[E, hidden_size] of the batch's ``hidden_rows``: what the last norm gives, and the head reads"""

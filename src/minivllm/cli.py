@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,8 +23,9 @@ from minivllm.cli_options import ChatSamplingOptions, EngineOptions, SamplingOpt
 from minivllm.config import EngineConfig
 from minivllm.engine.inference_engine import InferenceEngine, Prompt
 from minivllm.engine.outputs import RequestOutput
-from minivllm.errors import ConfigError, MiniVLLMError, RequestError
+from minivllm.errors import ConfigError, MiniVLLMError, RequestError, counted
 from minivllm.factory import create_engine
+from minivllm.kv_cache.prefix_file import check_prefix_target
 from minivllm.models.pull import ALIASES, MODEL_ALIASES, pull
 from minivllm.sampling_params import SamplingParams
 from minivllm.server.cli import run_batch, serve
@@ -48,11 +48,12 @@ MODEL_HELP = (
 )
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 PrefixCacheFile = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--prefix-cache",
         metavar="FILE",
-        help="Keep the prefix cache there: loaded at the start, if the file exists, and saved at the end.",
+        help="Keep the prefix cache there: loaded at the start, if the file exists, and saved at the end, "
+        "but not after an error or Ctrl-C.",
     ),
 ]
 
@@ -179,14 +180,17 @@ def _start(config: EngineConfig) -> InferenceEngine:
 
 
 @contextmanager
-def _started(config: EngineConfig, prefix_cache: Path | None) -> Iterator[InferenceEngine]:
+def _started(config: EngineConfig, prefix_cache: str | None) -> Iterator[InferenceEngine]:
     """The engine, with the prefix cache that was saved, which is saved again at the end."""
+    target = None if prefix_cache is None else check_prefix_target(prefix_cache)
     engine = _start(config)
-    if prefix_cache is not None and prefix_cache.exists():
-        notes.print(f"{engine.load_prefix_cache(prefix_cache):,} blocks from {prefix_cache}", style="dim")
+    if target is not None and target.exists() and target.stat().st_size:
+        loaded = counted(engine.load_prefix_cache(target), "block")
+        notes.print(f"{loaded} from {prefix_cache}", style="dim")
     yield engine
-    if prefix_cache is not None:
-        notes.print(f"{engine.save_prefix_cache(prefix_cache):,} blocks saved in {prefix_cache}", style="dim")
+    if target is not None:
+        saved = counted(engine.save_prefix_cache(target), "block")
+        notes.print(f"{saved} saved in {prefix_cache}", style="dim")
 
 
 def _seeded(params: SamplingParams) -> SamplingParams:
@@ -196,7 +200,7 @@ def _seeded(params: SamplingParams) -> SamplingParams:
 
 def _default_max_tokens(engine: InferenceEngine, prompt: Prompt, params: SamplingParams) -> int:
     """``DEFAULT_MAX_TOKENS``, or as many as the context holds; 1 if it is full, which is refused later."""
-    token_ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) and engine.tokenizer else prompt
+    token_ids = engine.encode(prompt) if isinstance(prompt, str) else prompt
     room = max(1, engine.max_model_len - len(token_ids))
     return max(params.min_tokens, min(DEFAULT_MAX_TOKENS, room))
 
@@ -230,7 +234,7 @@ def _print_stream(outputs: Iterable[RequestOutput], params: SamplingParams, as_i
     speed = f", then {(num_tokens - 1) / (ended - first):.0f} tokens/s" if num_tokens > 1 else ""
     seed = f"; seed {params.seed}" if params.temperature > 0 else ""
     notes.print(
-        f"{num_prompt_tokens} prompt tokens, {num_tokens} generated; first after "
+        f"{counted(num_prompt_tokens, 'prompt token')}, {num_tokens:,} generated; first after "
         f"{(first - started) * 1000:.0f} ms{speed}{seed}",
         style="dim",
     )
@@ -248,7 +252,11 @@ def _standard_input() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise RequestError(f"standard input is not {error.encoding} text: {error.reason}", "prompt") from None
+        raise _no_text(error) from None
+
+
+def _no_text(error: UnicodeDecodeError) -> RequestError:
+    return RequestError(f"standard input is not {error.encoding} text: {error.reason}", "prompt")
 
 
 def _ask() -> str:
@@ -259,6 +267,8 @@ def _ask() -> str:
         return input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "").strip()
     except EOFError:
         return ""
+    except UnicodeDecodeError as error:
+        raise _no_text(error) from None
 
 
 def main() -> None:
@@ -267,6 +277,8 @@ def main() -> None:
         sys.exit("mini-vllm: standard output is closed")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without a character shows a ?
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="strict")  # in some locales anything would do
     try:
         # Not standalone: typer then leaves its usage errors to us.
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))

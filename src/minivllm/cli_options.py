@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from minivllm.config import Dtype, EngineConfig, ExecutorName, KVCacheDtype
+from minivllm.config import Dtype, EngineConfig, ExecutorName, KVCacheDtype, QuantizationName
 from minivllm.errors import ConfigError
 from minivllm.sampling_params import SamplingParams
 
@@ -27,7 +27,7 @@ class EngineOptions:
 
     dtype: Annotated[Dtype, _engine("--dtype", help="Of the weights; auto: the checkpoint's.")] = "auto"
     quantization: Annotated[
-        str,
+        QuantizationName,
         _engine("--quantization", help="none; auto: the checkpoint's, unless --dtype is given; int8; int4."),
     ] = "auto"
     kv_cache_dtype: Annotated[
@@ -56,8 +56,10 @@ class EngineOptions:
     def config(self, model: str) -> EngineConfig:
         """The engine's configuration for this model, with every value checked."""
         megabytes = self.kv_cache_memory
-        if megabytes is not None and not 0 < megabytes < 2**30:
-            raise ConfigError(f"kv_cache_memory is {megabytes} MiB; it must be a positive number of MiB")
+        if megabytes is not None and not 1e-6 <= megabytes <= 2**30:  # a byte, and as EngineConfig's
+            raise ConfigError(
+                f"kv_cache_memory is {megabytes} MiB; it must be from 0.000001 to {2**30:,} MiB"
+            )
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["kv_cache_memory"] = None if megabytes is None else int(megabytes * 2**20)
         values["quantization"] = None if self.quantization == "none" else self.quantization

@@ -16,6 +16,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8"]
 ExecutorName = Literal["native", "torch"]
 Quantization = Literal["auto", "int8", "int4"]
+QuantizationName = Literal["auto", "int8", "int4", "none"]  #: on a command line; none: None
 
 # Ranges of the integer settings. The upper ends only refuse nonsense: slots must fit int32, and an
 # activation row exists for each batched token.
@@ -74,7 +75,7 @@ class EngineConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
         _one_of("executor", self.executor, get_args(ExecutorName))
         if self.quantization is not None:
-            _one_of("quantization", self.quantization, get_args(Quantization))
+            _one_of("quantization", self.quantization, (*get_args(Quantization), None))
             if self.executor == "torch" and self.quantization != "auto":
                 raise ConfigError(
                     f"quantization is {self.quantization!r}, but the torch executor keeps weights in dtype; "
@@ -114,7 +115,7 @@ class EngineConfig:
             )
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def _one_of(name: str, value: object, allowed: tuple[str | None, ...]) -> None:
     if not isinstance(value, str) or value not in allowed:
         raise ConfigError(f"{name} is {shown(value)}; use one of {', '.join(map(repr, allowed))}")
 

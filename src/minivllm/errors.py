@@ -47,6 +47,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 120 else text[:120] + "…"
 
 
+def counted(number: int, noun: str) -> str:
+    """A count in words, as in "1 block" and "1,024 blocks"."""
+    return f"{number:,} {noun}" + ("s" if number != 1 else "")
+
+
 class _Short(reprlib.Repr):
     """``reprlib``'s, for numbers of any size, and without calling the ``repr`` of types it does not know."""
 

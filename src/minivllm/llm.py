@@ -11,15 +11,16 @@ from types import FrameType
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minivllm.config import Dtype, EngineConfig, ExecutorName, KVCacheDtype, Quantization
 from minivllm.engine.admission import Prompt, numbered
 from minivllm.engine.outputs import RequestOutput
-from minivllm.errors import RequestError
+from minivllm.errors import ModelError, RequestError
 from minivllm.factory import create_engine
-from minivllm.sampling_params import BeamSearchParams, SamplingParams
+from minivllm.sampling_params import BeamSearchParams, EmbeddingParams, Pooling, RequestParams, SamplingParams
 
 Messages = Seq[Mapping[str, Any]]
 
@@ -135,6 +136,40 @@ class LLM:
         _check_kind("beam_search", params, BeamSearchParams)
         return self._run(wanted, [params] * len(wanted), use_tqdm, cache_salt=cache_salt, priority=priority)
 
+    def embed(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        pooling: Pooling = "mean",
+        *,
+        normalize: bool = True,
+        use_tqdm: bool = True,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> npt.NDArray[np.float32]:
+        """A vector for each prompt, [prompts, hidden_size]: those of like texts point in like directions.
+
+        It is made of the hidden states that the model's head would read. It depends on nothing that runs
+        beside it.
+
+        Args:
+            prompts: as for ``generate``, and so are the others.
+            pooling: "mean" over the tokens of the prompt, or "last": that of the last one alone.
+            normalize: scale each to length 1, so that products are cosines.
+
+        Raises:
+            RequestError: a prompt or a setting is wrong. None of them has been run then.
+            ModelError: what the model computes are no numbers.
+        """
+        wanted = _prompt_list(prompts)
+        params = EmbeddingParams(pooling, normalize)
+        outputs = self._run(
+            wanted, [params] * len(wanted), use_tqdm, cache_salt=cache_salt, priority=priority
+        )
+        embeddings = [output.embedding for output in outputs if output.embedding is not None]
+        if len(embeddings) < len(outputs):  # in a step that another thread has made
+            raise ModelError("the model failed while it embedded a prompt")
+        return np.stack(embeddings) if embeddings else np.empty((0, 0), np.float32)
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix that no running request uses, so that the next ones compute it anew."""
         self.engine.reset_prefix_cache()
@@ -142,7 +177,7 @@ class LLM:
     def _run(
         self,
         prompts: Seq[Prompt],
-        params: Seq[SamplingParams | BeamSearchParams],
+        params: Seq[RequestParams],
         use_tqdm: bool,
         *,
         cache_salt: str | None,
@@ -164,7 +199,9 @@ class LLM:
                         while outbox:
                             output = outbox.popleft()
                             outputs[output.request_id] = output
-                            progress.advance(sum(len(choice.token_ids) for choice in output.outputs))
+                            tokens = [output.prompt_token_ids] if output.embedding is not None else []
+                            tokens += [choice.token_ids for choice in output.outputs]
+                            progress.advance(sum(map(len, tokens)))
             finally:
                 engine.abandon(outbox)
             interrupts.let_through()
@@ -224,7 +261,7 @@ class LLM:
 
 def _prompt_list(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
     """A list of prompts, whether one was given or several."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):  # a mapping is refused, as any prompt that is one
         return [prompts]
     if isinstance(prompts, np.ndarray):
         return [prompts] if prompts.ndim < 2 else list(prompts)
@@ -234,7 +271,7 @@ def _prompt_list(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
             f"or a list of these",
             "prompt",
         )
-    if prompts and not isinstance(prompts[0], str | list | tuple | np.ndarray):
+    if prompts and not isinstance(prompts[0], str | list | tuple | np.ndarray | Mapping):
         return [cast("Prompt", prompts)]  # token ids, or what add_request will refuse
     return cast("Seq[Prompt]", prompts)
 
@@ -251,10 +288,9 @@ def _params_list(params: SamplingParams | Seq[SamplingParams] | None, count: int
 
 
 def _check_kind(method: str, params: object, kind: type[SamplingParams] | type[BeamSearchParams]) -> None:
+    name = "params" if method == "beam_search" else "sampling_params"
     if not isinstance(params, kind):
-        raise RequestError(
-            f"sampling_params is a {type(params).__name__}; {method} takes {kind.__name__}", "sampling_params"
-        )
+        raise RequestError(f"{name} is a {type(params).__name__}; {method} takes {kind.__name__}", name)
 
 
 class _Bar:

@@ -1,4 +1,4 @@
-"""SamplingParams and BeamSearchParams: how the tokens of one request are chosen, and when the request ends.
+"""SamplingParams, BeamSearchParams, EmbeddingParams: what is asked of one request, and when it ends.
 
 Knows nothing of models or tensors. What a value means exactly is defined by ``minivllm.sampler``.
 """
@@ -8,12 +8,14 @@ import numbers
 from collections.abc import Mapping
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from minivllm.errors import RequestError, shown
 from minivllm.structured_outputs import StructuredOutputsParams
 
-__all__ = ["BeamSearchParams", "SamplingParams", "StructuredOutputsParams"]
+__all__ = ["BeamSearchParams", "EmbeddingParams", "SamplingParams", "StructuredOutputsParams"]
+
+Pooling = Literal["mean", "last"]
 
 MAX_N = 64
 MAX_STOP_STRINGS = 64
@@ -47,7 +49,8 @@ class FrozenDict(dict[int, float]):
 class SamplingParams:
     """Sampling settings of one request, with vLLM's names and meanings.
 
-    Every value is checked on construction; what depends on the model (token ids) is checked by
+    Every value is checked on construction, and None for ``stop``, ``stop_token_ids`` or ``logit_bias``, which
+    vLLM takes too, becomes empty; what depends on the model (token ids) is checked by
     ``check_vocabulary`` when the request is added. Numbers may be numpy's; they are kept as Python's.
     Executors get the real numbers as float32, so a temperature below about 1e-45 is 0, greedy; any other
     positive one is used as it is (the arithmetic is float64 and cannot overflow).
@@ -57,9 +60,8 @@ class SamplingParams:
     """
 
     n: int = 1  #: answers, 1 to 64: each with random numbers of its own, all from one seed and one prompt
-    max_tokens: int | None = (
-        16  #: tokens to generate at most; None: up to max_model_len, or what fits n times
-    )
+    max_tokens: int | None = 16
+    """Tokens to generate at most; None: up to max_model_len, or what fits n times."""
     temperature: float = 1.0  #: 0 is greedy (ties go to the lowest id); at most 100
     top_k: int = 0  #: keep the k likeliest tokens; 0 or -1: all
     top_p: float = 1.0  #: keep the smallest set of likeliest tokens whose probability reaches top_p
@@ -91,15 +93,15 @@ class SamplingParams:
             "top_k": _integer("top_k", self.top_k, -1, MAX_TOKEN_ID),
             "top_p": _real("top_p", self.top_p, 0.0, 1.0, above_low=True),
             "min_p": _real("min_p", self.min_p, 0.0, 1.0),
-            "stop": _stop_strings(self.stop),
-            "stop_token_ids": _stop_token_ids(self.stop_token_ids),
+            "stop": _stop_strings(() if self.stop is None else self.stop),
+            "stop_token_ids": _stop_token_ids(() if self.stop_token_ids is None else self.stop_token_ids),
             "min_tokens": _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS_LIMIT),
             "repetition_penalty": _real(
                 "repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
             ),
             "presence_penalty": _real("presence_penalty", self.presence_penalty, -2.0, 2.0),
             "frequency_penalty": _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            "logit_bias": _logit_bias(self.logit_bias),
+            "logit_bias": _logit_bias({} if self.logit_bias is None else self.logit_bias),
         }
         if self.max_tokens is not None:
             checked["max_tokens"] = _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
@@ -199,14 +201,44 @@ class BeamSearchParams:
         )
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
-    """The value as an int within [low, high]; a bool is not an integer."""
+@dataclass(frozen=True)
+class EmbeddingParams:
+    """Settings of an embedding: one vector for a whole prompt, made of the model's last hidden states.
+
+    Raises:
+        RequestError: a value is none of those allowed; ``param`` names the field.
+    """
+
+    pooling: Pooling = "mean"  #: over all tokens of the prompt; "last": that of the last one, which sees all
+    normalize: bool = True  #: scale it to length 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pooling, str) or self.pooling not in get_args(Pooling):
+            raise RequestError(f"pooling must be 'mean' or 'last', not {shown(self.pooling)}", "pooling")
+        if not isinstance(self.normalize, bool):
+            raise RequestError(f"normalize must be true or false, not {shown(self.normalize)}", "normalize")
+
+    def sampling_params(self) -> SamplingParams:
+        """What it has in common with other requests. No token is drawn."""
+        return SamplingParams(max_tokens=1, temperature=0)
+
+
+#: What a request may ask for
+RequestParams = SamplingParams | BeamSearchParams | EmbeddingParams
+
+
+def _integer(name: str, value: object, low: int, high: int, said: str = "") -> int:
+    """The value as an int within [low, high]; a bool is not an integer. ``said``: what it is, if not name."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
-        raise RequestError(f"{name} must be an integer from {low} to {high}, not {shown(value)}", name)
+        raise RequestError(
+            f"{said or name} must be an integer from {low} to {high}, not {shown(value)}", name
+        )
     return int(value)
 
 
-def _real(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:
+def _real(
+    name: str, value: object, low: float, high: float, said: str = "", *, above_low: bool = False
+) -> float:
     """The value as a float within [low, high], or (low, high] if ``above_low``; NaN is in no interval."""
     number = math.nan
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
@@ -216,7 +248,7 @@ def _real(name: str, value: object, low: float, high: float, *, above_low: bool 
             number = math.inf
     if not low <= number <= high or (above_low and number == low):
         allowed = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
-        raise RequestError(f"{name} must be a number {allowed}, not {shown(value)}", name)
+        raise RequestError(f"{said or name} must be a number {allowed}, not {shown(value)}", name)
     return number
 
 
@@ -249,7 +281,8 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 
 def _stop_token_ids(value: object) -> tuple[int, ...]:
     entries = _listed("stop_token_ids", value, MAX_STOP_TOKEN_IDS, "token ids")
-    return tuple(dict.fromkeys(_integer("stop_token_ids", entry, 0, MAX_TOKEN_ID) for entry in entries))
+    said = "each of stop_token_ids"
+    return tuple(dict.fromkeys(_integer("stop_token_ids", entry, 0, MAX_TOKEN_ID, said) for entry in entries))
 
 
 def _logit_bias(value: object) -> FrozenDict:
@@ -261,9 +294,8 @@ def _logit_bias(value: object) -> FrozenDict:
         raise RequestError(
             f"logit_bias may have at most {MAX_LOGIT_BIAS} entries, not {len(value)}", "logit_bias"
         )
-    return FrozenDict(
-        {
-            _integer("logit_bias", token_id, 0, MAX_TOKEN_ID): _real("logit_bias", bias, -100.0, 100.0)
-            for token_id, bias in value.items()
-        }
-    )
+    biases = {}
+    for key, bias in value.items():
+        token_id = _integer("logit_bias", key, 0, MAX_TOKEN_ID, "a token id in logit_bias")
+        biases[token_id] = _real("logit_bias", bias, -100.0, 100.0, "a bias in logit_bias")
+    return FrozenDict(biases)

@@ -10,7 +10,8 @@ Every sequence has tokens, of which the leading ones are computed. A step comput
     cached       |#########################|···························>|   a prefix that others have computed
     recompute    |###|·················································>|   preempted: what is not cached
 
-Whenever the last token is computed, the step yields the next one.
+Whenever the last token is computed, the step yields the next one; a prompt that is only to be embedded is
+finished then.
 
 What waits, runs and is preempted is a SequenceGroup: all samples or beams of a request, or its only answer.
 Running groups are served in order of rank, that is of priority, then of arrival. Each sequence gets what it
@@ -77,7 +78,8 @@ class Scheduler:
         """
         plan: list[ScheduledSequence] = []
         num_seqs = self.num_running
-        # Tokens beyond one for each running sequence. Admission sees to it that there are so many.
+        # Tokens beyond one for each running sequence. Admission sees to it that there are so many. A group
+        # that is preempted below stays counted in both: in that step fewer are admitted than could be.
         spare = self.max_num_batched_tokens - num_seqs
         at = 0
         while at < len(self._running):  # preemption shortens it from the end
@@ -166,7 +168,7 @@ class Scheduler:
         size = self._kv_cache.block_size
         end = len(prefix.block_ids) * size + size  # of the block that is missing
         namespace = self._kv_cache.namespace(sequence)
-        if namespace is None or sequence.scores_prompt or end > sequence.num_tokens:
+        if namespace is None or sequence.needs_every_row or end > sequence.num_tokens:
             return False
         return any(
             other.num_computed_tokens < end <= group.num_sure_tokens
@@ -219,9 +221,11 @@ class Scheduler:
         for sequence, num_tokens, *_ in plan:
             sequence.num_computed_tokens += num_tokens
         self._kv_cache.commit(plan)
-        for parent, _, _, draws in plan:
+        for parent, _, _, draws, _ in plan:
             for child in draws[1:]:  # those that begin with the parent's row
                 self._fork(parent, child)
+            if parent.pooling is not None and parent.num_computed_tokens == parent.num_tokens:
+                self.finish(parent, "stop")
         for sequence, token_id in drawn:
             sequence.append(token_id)
             params = sequence.params
@@ -279,8 +283,12 @@ def _beginning(group: SequenceGroup, num_tokens: int) -> ScheduledSequence:
     first = group.sequences[0]
     start, end = first.num_computed_tokens, first.num_computed_tokens + num_tokens
     num_scored = min(end, first.num_prompt_tokens - 1) - start if first.scores_prompt else 0
-    draws = tuple(group.sequences) if end == first.num_tokens else ()
-    return ScheduledSequence(first, num_tokens, num_scored, draws)
+    complete = end == first.num_tokens
+    if first.pooling is not None:
+        return ScheduledSequence(
+            first, num_tokens, num_pooled=num_tokens if first.pooling == "mean" else int(complete)
+        )
+    return ScheduledSequence(first, num_tokens, num_scored, tuple(group.sequences) if complete else ())
 
 
 def _without_draws(plan: Seq[ScheduledSequence]) -> list[ScheduledSequence]:

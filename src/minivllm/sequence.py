@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Literal, NamedTuple
 
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import Pooling, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -45,6 +45,8 @@ class Sequence:
     """Tokens that end it: the model's end tokens unless ``ignore_eos``, and ``params.stop_token_ids``.
     They may not be drawn before ``params.min_tokens``."""
     num_candidates: int | None = None  #: of a beam: likeliest tokens to ask for, in place of params.logprobs
+    pooling: Pooling | None = None
+    """Of an embedding: it yields no token, but the hidden states of its prompt, and is finished with it."""
     namespace: bytes = b""  #: of the prefix index: only within it are cached prefixes found
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0  #: leading tokens whose K and V are in the cache
@@ -63,9 +65,19 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def is_beam(self) -> bool:
+        """Whether it belongs to a beam search, which looks at candidates and draws nothing."""
+        return self.num_candidates is not None
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether the logprobs of its prompt are asked for, and not complete before it yields a token."""
         return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether all of its prompt is to be computed, whatever the cache has: every row gives something."""
+        return self.scores_prompt or self.pooling == "mean"
 
     def append(self, token_id: int) -> None:
         """Append a generated token, whose K and V are yet to be computed."""
@@ -131,6 +143,7 @@ class ScheduledSequence(NamedTuple):
     draws: tuple[Sequence, ...] = ()
     """Those that draw a token from the row of its last token: itself; all samples of its group, if these are
     their first tokens; none, if more is to be computed before."""
+    num_pooled: int = 0  #: of its tokens, the last ones whose hidden states go into its embedding
 
 
 def logit_rows(plan: Iterable[ScheduledSequence]) -> tuple[list[Sequence], list[int]]:
@@ -140,7 +153,7 @@ def logit_rows(plan: Iterable[ScheduledSequence]) -> tuple[list[Sequence], list[
     """
     sequences: list[Sequence] = []
     positions: list[int] = []
-    for sequence, _, num_scored, draws in plan:
+    for sequence, _, num_scored, draws, _ in plan:
         if num_scored:
             first = sequence.num_computed_tokens + 1
             sequences += [sequence] * num_scored

@@ -13,7 +13,7 @@ from minivllm.bench.memory.measure import measure as measure_memory
 from minivllm.bench.memory.plot import check_png, write_png
 from minivllm.bench.memory.report import print_report
 from minivllm.bench.serving.cli import serve
-from minivllm.config import Dtype, EngineConfig
+from minivllm.config import Dtype, EngineConfig, KVCacheDtype, QuantizationName
 from minivllm.models.pull import MODEL_ALIASES
 
 app = typer.Typer(
@@ -48,11 +48,11 @@ def _engine_option(*names: str, help: str) -> Any:
 
 DtypeOption = Annotated[Dtype, _engine_option("--dtype", help="Of the weights; auto: as the checkpoint's.")]
 QuantizationOption = Annotated[
-    str,
+    QuantizationName,
     _engine_option("--quantization", help="Of the weights: auto (as the file has them), int8, int4, none."),
 ]
 KVDtypeOption = Annotated[
-    str,
+    KVCacheDtype,
     _engine_option("--kv-cache-dtype", help="Of the cache, int8 too; auto: as --dtype."),
 ]
 Threads = Annotated[int | None, _engine_option("--threads", help="Default: the cores this process may use.")]
@@ -152,16 +152,16 @@ def _config(
     model: str,
     wanted: Plan,
     dtype: Dtype,
-    quantization: str,
-    kv_cache_dtype: str,
+    quantization: QuantizationName,
+    kv_cache_dtype: KVCacheDtype,
     threads: int | None,
     max_num_batched_tokens: int,
 ) -> EngineConfig:
     return EngineConfig(
         model=model,
         dtype=dtype,
-        quantization=None if quantization == "none" else quantization,  # type: ignore[arg-type]  # it checks
-        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]  # it checks
+        quantization=None if quantization == "none" else quantization,
+        kv_cache_dtype=kv_cache_dtype,
         threads=threads,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=wanted.concurrency,

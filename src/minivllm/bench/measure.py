@@ -27,7 +27,7 @@ from minivllm.bench.machine import Machine
 from minivllm.bench.report import Figure, PeerFigures, Report
 from minivllm.bench.workloads import Run, random_prompts, run_engine
 from minivllm.config import EngineConfig
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, counted
 from minivllm.executors.native import NativeExecutor, matrix_formats
 from minivllm.factory import create_engine
 from minivllm.models.config import tensor_shapes
@@ -36,6 +36,10 @@ from minivllm.models.weights import Checkpoint
 
 Kind = Literal["latency", "throughput", "prefix"]
 Progress = Callable[[str], None]
+
+_MAX_REQUESTS = 2**16  # as many as may run at once
+_MAX_LENGTH = 2**24  # tokens; what the model can take is asked when it is loaded
+_MAX_RUNS = 10_000
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,9 @@ class Plan:
         shape = self.shape
         shared = f" of which {shape.shared_len:,} are shared" if shape.shared_len else ""
         at_once = "" if self.concurrency == self.requests else f", {self.concurrency} at once"
-        requests = f"{self.requests} request" + ("s" if self.requests > 1 else "")
         return (
-            f"{requests}{at_once}: {shape.prompt_len:,} prompt tokens{shared}, {shape.output_len:,} generated"
+            f"{counted(self.requests, 'request')}{at_once}: {counted(shape.prompt_len, 'prompt token')}"
+            f"{shared}, {shape.output_len:,} generated"
         )
 
 
@@ -80,19 +84,19 @@ def plan(
     """A checked plan. ``lengths``: of the prompt, of what all prompts share, of the output, in tokens.
 
     Raises:
-        ConfigError: a number is too small.
+        ConfigError: a number is too small, or so large that it must be a mistake. It is named by its option.
     """
     prompt_len, shared_len, output_len = lengths
-    for name, value, least in (
-        ("the number of requests", requests, 1),
-        ("the concurrency", concurrency, 1),
-        ("the prompt length", prompt_len, shared_len + 1),
-        ("the shared length", shared_len, 0),
-        ("the output length", output_len, 1 if kind == "latency" else 2),
-        ("the number of runs", runs, 1),
+    for name, value, least, most in (
+        ("--batch-size" if kind == "latency" else "--num-prompts", requests, 1, _MAX_REQUESTS),
+        ("--concurrency", concurrency, 1, _MAX_REQUESTS),
+        ("--shared-len", shared_len, 0, _MAX_LENGTH),
+        ("--own-len" if kind == "prefix" else "--prompt-len", prompt_len - shared_len, 1, _MAX_LENGTH),
+        ("--output-len", output_len, 1 if kind == "latency" else 2, _MAX_LENGTH),
+        ("--runs", runs, 1, _MAX_RUNS),
     ):
-        if value < least:
-            raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        if not least <= value <= most:
+            raise ConfigError(f"{name} is {value:,}; it must be from {least:,} to {most:,}")
     full, rest = divmod(requests, concurrency)
     waves = [Shape(n, prompt_len, output_len, shared_len) for n in [concurrency] * full + [rest] * (rest > 0)]
     return Plan(kind, waves, runs, compare)

@@ -7,6 +7,7 @@ from typing import Any
 
 from minivllm.bench.limits import LeastTime
 from minivllm.bench.machine import Peak
+from minivllm.errors import counted
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Report:
             f"           computes, in GOP/s: {peaks}",
             f"model      {self.model}; {self.weights}",
             f"engine     {self.engine}",
-            f"workload   {self.workload}; {len(self.bandwidths) - 1} runs",
+            f"workload   {self.workload}; {counted(len(self.bandwidths) - 1, 'run')}",
             f"           at least {self.limit.seconds:.3g} s, "
             f"{self.limit.memory / self.limit.seconds:.0%} of it bound by memory, the rest by arithmetic",
             "",

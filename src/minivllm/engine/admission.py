@@ -5,23 +5,26 @@ Everything about a request is checked here, before any work is done. Knows nothi
 
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 
 from minivllm.engine.beam_search import BeamSearch
 from minivllm.engine.output_builder import OutputBuilder
 from minivllm.engine.outputs import RequestOutput
+from minivllm.engine.pooling import Pooler
 from minivllm.engine.request import Request
-from minivllm.errors import ContextLengthError, RequestError, shown
+from minivllm.errors import ContextLengthError, RequestError, counted, shown
 from minivllm.kv_cache.kv_pool import KVGeometry
-from minivllm.sampling_params import BeamSearchParams, SamplingParams
+from minivllm.sampling_params import BeamSearchParams, EmbeddingParams, RequestParams, SamplingParams
 from minivllm.sequence import Sequence, SequenceGroup
 from minivllm.structured_outputs import StructuredOutputsParams
+from minivllm.text.chat_template import render_chat
 from minivllm.text.grammar import Grammar, GrammarCompiler
 from minivllm.text.tokenizer import Tokenizer
 
@@ -49,7 +52,7 @@ class Admission:
         self,
         first: int,
         prompts: Seq[Prompt],
-        params: Seq[SamplingParams | BeamSearchParams],
+        params: Seq[RequestParams],
         request_ids: Seq[str] | None,
         unfinished: Collection[str],
         *,
@@ -91,19 +94,19 @@ class Admission:
         ordinal: int,
         request_id: str,
         prompt: Prompt,
-        wish: SamplingParams | BeamSearchParams,
+        wish: RequestParams,
         namespace: bytes,
         priority: int,
         stream: bool,
         outbox: deque[RequestOutput],
         grammar: Grammar | None,
     ) -> Request:
-        if not isinstance(wish, SamplingParams | BeamSearchParams):
+        if not isinstance(wish, RequestParams):
             raise RequestError(
                 f"sampling_params is a {type(wish).__name__}; it must be a SamplingParams",
                 "sampling_params",
             )
-        params = wish.sampling_params() if isinstance(wish, BeamSearchParams) else wish
+        params = wish if isinstance(wish, SamplingParams) else wish.sampling_params()
         if self.tokenizer is None:
             for name in ("stop", "include_stop_str_in_output"):
                 if getattr(params, name):
@@ -126,6 +129,7 @@ class Admission:
             seed=derived_seed(self.seed, ordinal) if params.seed is None else params.seed,
             max_num_tokens=max_num_tokens,
             end_token_ids=end_token_ids,
+            pooling=wish.pooling if isinstance(wish, EmbeddingParams) else None,
             namespace=namespace,
         )
         search = None
@@ -150,6 +154,7 @@ class Admission:
             builders=[OutputBuilder(sequence, self.tokenizer) for sequence in sequences],
             matchers=[None if grammar is None else grammar.matcher(end_token_ids) for _ in sequences],
             search=search,
+            pooler=Pooler(wish) if isinstance(wish, EmbeddingParams) else None,
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(token_ids),
             tokenizer=self.tokenizer,
             seed=first.seed,
@@ -157,7 +162,7 @@ class Admission:
             outbox=outbox,
         )
 
-    def grammars(self, wishes: Seq[SamplingParams | BeamSearchParams]) -> list[Grammar | None]:
+    def grammars(self, wishes: Seq[RequestParams]) -> list[Grammar | None]:
         """The grammars of the forms that requests' answers must have; None: it may have any.
 
         Equal forms are compiled once. They take a while. Safe to call from any thread.
@@ -201,6 +206,18 @@ class Admission:
                 )
         return tokenizer.encode(text, add_special_tokens)
 
+    def chat_prompt(self, messages: Seq[Mapping[str, Any]], **options: Any) -> list[int]:
+        """See ``InferenceEngine.chat_prompt``."""
+        tokenizer = self.text_tokenizer()
+        text = render_chat(
+            tokenizer.chat_template,
+            messages,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            **options,
+        )
+        return self.encode(text, add_special_tokens=False)
+
     def _prompt_token_ids(self, prompt: Prompt) -> list[int]:
         """The prompt as a new list of ids that the model knows, and not empty."""
         if isinstance(prompt, str):
@@ -221,7 +238,7 @@ class Admission:
     def _check_length(self, prompt_length: int) -> None:
         if prompt_length >= self.max_model_len:
             raise ContextLengthError(
-                f"the prompt has {prompt_length:,} tokens, which leaves no room for an answer: "
+                f"the prompt has {counted(prompt_length, 'token')}, which leaves no room for an answer: "
                 f"max_model_len is {self.max_model_len:,}",
                 "prompt",
             )
@@ -239,11 +256,11 @@ class Admission:
                     f"{width_name} is {params.n}, but they all run at once, and {name} is {most:,}",
                     width_name,
                 )
-        for name in ("max_tokens", "min_tokens"):
+        for name in ("min_tokens", "max_tokens"):
             wanted = getattr(params, name)
             if wanted is not None and prompt_length + wanted > limit:
                 raise ContextLengthError(
-                    f"the prompt has {prompt_length:,} tokens and {name} is {wanted:,}, together "
+                    f"the prompt has {counted(prompt_length, 'token')} and {name} is {wanted:,}, together "
                     f"{prompt_length + wanted:,}, but max_model_len is {limit:,}",
                     name,
                 )
@@ -254,9 +271,10 @@ class Admission:
         if prompt_length + wanted > fitting:
             own = -(-(prompt_length + wanted) // size) - shared
             raise RequestError(
-                f"{params.n} times {wanted:,} tokens after a prompt of {prompt_length:,} take "
-                f"{shared + params.n * own:,} blocks of the KV cache, {shared:,} that they share and {own:,} "
-                f"for each, but there are {num_blocks:,}; use a smaller {width_name} or max_tokens",
+                f"{params.n} times {counted(wanted, 'token')} after a prompt of {prompt_length:,} take "
+                f"{counted(shared + params.n * own, 'block')} of the KV cache, {shared:,} that they share "
+                f"and {own:,} for each, but there are {num_blocks:,}; use a smaller {width_name} "
+                f"or max_tokens",
                 width_name,
             )
         return min(limit, fitting) if params.max_tokens is None else prompt_length + params.max_tokens
@@ -343,6 +361,12 @@ def _integers(prompt: object, check_length: Callable[[int], None]) -> list[int]:
     if isinstance(prompt, np.ndarray):
         check_length(prompt.size)
         prompt = prompt.tolist()
+    if isinstance(prompt, Mapping):
+        raise RequestError(
+            f"the prompt is a {type(prompt).__name__}, which is not supported; give the string or the list "
+            f"of token ids that is in it",
+            "prompt",
+        )
     if not isinstance(prompt, Seq) or isinstance(prompt, bytes | bytearray | memoryview):
         raise RequestError(
             f"the prompt is a {type(prompt).__name__}; it must be a string or a list of token ids", "prompt"

@@ -26,7 +26,7 @@ from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.engine.metrics import EngineMetrics
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.errors import MiniVLLMError
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import RequestParams
 from minivllm.text.grammar import Grammar
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class AsyncEngine:
     async def requests(
         self,
         prompts: Seq[Seq[int]],
-        params: Seq[SamplingParams],
+        params: Seq[RequestParams],
         *,
         whole: bool = False,
         cache_salt: str | None = None,
@@ -208,7 +208,7 @@ class AsyncEngine:
         self,
         answers: "Answers",
         prompts: Seq[Seq[int]],
-        params: Seq[SamplingParams],
+        params: Seq[RequestParams],
         cache_salt: str | None,
         priority: int,
         grammars: Seq[Grammar | None] | None,

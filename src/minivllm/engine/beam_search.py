@@ -55,7 +55,7 @@ class BeamSearch:
     def extend(self, beams: Seq[Sequence], rows: Seq[int], result: StepResult) -> list[tuple[Sequence, int]]:
         """Choose the next beams by a step's logprobs: the parent and the token of each, the best first.
 
-        None: the search is over.
+        Empty: the search is over.
 
         Args:
             beams: all of them, in the order of the last answer; at first the one that has the prompt.

@@ -30,10 +30,9 @@ from minivllm.errors import ModelError, RequestError, shown
 from minivllm.executors.base import Executor
 from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.sampler import row_without_token
-from minivllm.sampling_params import BeamSearchParams, SamplingParams
+from minivllm.sampling_params import RequestParams, SamplingParams
 from minivllm.scheduler import Scheduler
 from minivllm.sequence import ScheduledSequence, Sequence, logit_rows
-from minivllm.text.chat_template import render_chat
 from minivllm.text.grammar import Grammar, GrammarCompiler
 from minivllm.text.tokenizer import Tokenizer
 
@@ -131,7 +130,7 @@ class InferenceEngine:
     def add_requests(
         self,
         prompts: Seq[Prompt],
-        params: Seq[SamplingParams | BeamSearchParams],
+        params: Seq[RequestParams],
         request_ids: Seq[str] | None = None,
         *,
         stream: bool = False,
@@ -254,7 +253,7 @@ class InferenceEngine:
         ):
             if position < sequence.num_prompt_tokens:
                 self._requests[sequence.request_id].score_prompt(position, result, row)
-            elif sequence.num_candidates is not None:
+            elif sequence.is_beam:
                 beams.setdefault(self._requests[sequence.request_id], []).append(row)
             else:
                 drawn.append((row, sequence, token_id))
@@ -264,6 +263,7 @@ class InferenceEngine:
         self._take(drawn, result)
         for request, its_rows in beams.items():
             self._branch(request, its_rows, result)
+        self._pool(plan, result)
 
     def _execute(self, plan: Seq[ScheduledSequence], rows: tuple[Seq[Sequence], Seq[int]]) -> StepResult:
         """Run the model. If that fails, the requests that it concerns are over."""
@@ -329,18 +329,10 @@ class InferenceEngine:
         Raises:
             RequestError: the model has no chat template, or the template does not take these messages.
         """
-        tokenizer = self._admission.text_tokenizer()
-        text = render_chat(
-            tokenizer.chat_template,
-            messages,
-            bos_token=tokenizer.bos_token,
-            eos_token=tokenizer.eos_token,
-            **options,
-        )
-        return self._admission.encode(text, add_special_tokens=False)
+        return self._admission.chat_prompt(messages, **options)
 
-    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
-        """The grammar of ``params.structured_outputs``, for ``add_requests``. None: any form will do.
+    def compile_grammar(self, params: RequestParams) -> Grammar | None:
+        """The grammar of a request's ``structured_outputs``, for ``add_requests``. None: any form will do.
 
         It may take a second, in any thread; the engine goes on meanwhile. Raises as ``add_request``.
         """
@@ -354,12 +346,12 @@ class InferenceEngine:
     def save_prefix_cache(self, path: str | Path) -> int:
         """Write what is cached to a file and return the number of blocks: see ``engine.prefix_store``."""
         with self._turns:
-            return save_prefix_cache(Path(path), self.kv_cache, self.executor)
+            return save_prefix_cache(path, self.kv_cache, self.executor)
 
     def load_prefix_cache(self, path: str | Path) -> int:
         """Take a saved cache and return the number of its blocks: see ``engine.prefix_store``."""
         with self._turns:
-            return load_prefix_cache(Path(path), self.kv_cache, self.executor)
+            return load_prefix_cache(path, self.kv_cache, self.executor)
 
     # --- what others may see ---
 
@@ -411,6 +403,19 @@ class InferenceEngine:
             for beam in request.group.sequences.copy():
                 self.scheduler.finish(beam, "stop")
             self._deliver(request)
+
+    def _pool(self, plan: Seq[ScheduledSequence], result: StepResult) -> None:
+        """Hand out the hidden states of a step just committed; deliver the embeddings that are complete."""
+        end = 0
+        for sequence, *_, num_pooled in plan:
+            if num_pooled:
+                start, end = end, end + num_pooled
+                request = self._requests[sequence.request_id]
+                request.pool(sequence, result.hidden[start:end])
+                if sequence.finish_reason is not None:
+                    if request.embedding is None:
+                        self.scheduler.finish(sequence, "error")
+                    self._deliver(request)
 
     def _fail(self, request: Request, sequence: Sequence | None = None) -> None:
         """End a request; if it is one of several samples that has failed, only that one."""

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from minivllm.sequence import FinishReason
 
 
@@ -60,3 +63,5 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each token of the prompt, if they were asked for: its logprob, then those of the likeliest, by
     token id; None for the first. A stream has them in its first piece."""
+    embedding: npt.NDArray[np.float32] | None = None
+    """[hidden_size], of an embedding that is complete; ``outputs`` then has one, without tokens."""

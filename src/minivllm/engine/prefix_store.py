@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from minivllm import __version__
 from minivllm.batch import IntArray
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, counted
 from minivllm.executors.base import Executor
 from minivllm.kv_cache.kv_cache import KVCache
 from minivllm.kv_cache.kv_pool import KVGeometry
@@ -24,18 +24,18 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES = 4 << 20  # of blocks that are in memory twice
 
 
-def save_prefix_cache(path: Path, kv_cache: KVCache, executor: Executor) -> int:
+def save_prefix_cache(path: str | Path, kv_cache: KVCache, executor: Executor) -> int:
     """Write every published block and its tokens to a file, so that a long prompt survives a restart.
 
     What requests with a ``cache_salt`` have published is left out. Whoever reads the file can tell the
-    prompts: it is made readable for its owner alone. A file that is there is replaced once the new one is
-    complete.
+    prompts: it is made readable for its owner alone. A prefix cache that is there is replaced once the new
+    one is complete; anything else that is there stays.
 
     Returns: the number of blocks.
 
     Raises:
         ConfigError: prefix caching is off.
-        PrefixCacheError: the file cannot be written.
+        PrefixCacheError: the file cannot be written, or something else is there.
     """
     _check_enabled(kv_cache)
     published = kv_cache.published()
@@ -50,7 +50,7 @@ def save_prefix_cache(path: Path, kv_cache: KVCache, executor: Executor) -> int:
     return len(published.block_ids)
 
 
-def load_prefix_cache(path: Path, kv_cache: KVCache, executor: Executor) -> int:
+def load_prefix_cache(path: str | Path, kv_cache: KVCache, executor: Executor) -> int:
     """Take the blocks of a file that ``save_prefix_cache`` has written into the prefix cache.
 
     They go to blocks that hold nothing; if these are too few, beginnings are taken before what continues
@@ -70,14 +70,18 @@ def load_prefix_cache(path: Path, kv_cache: KVCache, executor: Executor) -> int:
     identity = _identity(geometry, executor)
     with open_prefix_file(path, identity, geometry.block_size, geometry.bytes_per_block) as file:
 
-        def write(block_ids: IntArray) -> None:
-            for some in _chunks(block_ids, geometry):
-                executor.write_blocks(some, file.read_blocks(len(some)))
+        def write(indices: IntArray, block_ids: IntArray) -> None:
+            chunks = zip(_chunks(block_ids, geometry), _chunks(indices, geometry), strict=True)
+            for some, some_indices in chunks:
+                executor.write_blocks(some, file.read_blocks(some_indices))
 
         count = kv_cache.restore(file.parents, file.token_ids, write)
         if count < len(file.parents):
             logger.warning(
-                "%s has %d blocks, of which %d fit into the KV cache", path, len(file.parents), count
+                "%s has %s, of which %d fit into the KV cache",
+                path,
+                counted(len(file.parents), "block"),
+                count,
             )
         return count
 

@@ -7,10 +7,14 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from minivllm.batch import StepResult
 from minivllm.engine.beam_search import BeamSearch, Hypothesis
 from minivllm.engine.output_builder import OutputBuilder, row_logprobs
 from minivllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from minivllm.engine.pooling import Pooler
 from minivllm.sampling_params import SamplingParams
 from minivllm.sequence import FinishReason, Sequence, SequenceGroup
 from minivllm.text.detokenizer import IncrementalDetokenizer
@@ -30,11 +34,13 @@ class Request:
     builders: list[OutputBuilder]  #: by choice; not used in a beam search
     matchers: list[Matcher | None]  #: by choice; None: its answer may have any form
     search: BeamSearch | None
+    pooler: Pooler | None  #: of an embedding
     prompt_logprobs: list[dict[int, Logprob] | None] | None  #: as in RequestOutput; None once they are given
     tokenizer: Tokenizer | None
     seed: int
     stream: bool
     outbox: deque[RequestOutput]  #: where its outputs go; its owner is known by it, as request ids are reused
+    embedding: npt.NDArray[np.float32] | None = None  #: once it is complete
 
     def matcher(self, sequence: Sequence, position: int) -> Matcher | None:
         """What a sequence's token at this position must match, unless it is there already."""
@@ -58,6 +64,16 @@ class Request:
         token_id = self.prompt_token_ids[position]
         self.prompt_logprobs[position] = row_logprobs(token_id, result, row, wanted, self.tokenizer)
 
+    def pool(self, sequence: Sequence, hidden: npt.NDArray[np.float32]) -> None:
+        """Take hidden states of the prompt, those of the tokens computed last.
+
+        With the last of them the embedding is there; if not, the model has failed.
+        """
+        assert self.pooler is not None, "nobody else asks for hidden states"
+        self.pooler.add(hidden, begins=sequence.num_computed_tokens == len(hidden))
+        if sequence.finish_reason is not None:
+            self.embedding = self.pooler.embedding()
+
     def output(self) -> RequestOutput:
         """What it has not given yet. The answers of a beam search come all at once, when it is over."""
         prompt_logprobs = None
@@ -73,6 +89,7 @@ class Request:
             seed=self.seed,
             admitted_at=self.group.admitted_at,
             prompt_logprobs=prompt_logprobs,
+            embedding=self.embedding,
         )
 
     def _news(self) -> list[CompletionOutput]:

@@ -27,6 +27,8 @@ class Executor(Protocol):
     ) -> StepResult:
         """One step: copy blocks, write K and V of every row, attend, and draw a token for each logit row.
 
+        The hidden states asked for are given as they are computed, NaN and infinities included.
+
         The step is a pure function of its arguments, the weights and the pool.
 
         Args:

@@ -13,6 +13,7 @@ Letters in the comments of shapes:
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,7 @@ class TorchExecutor:
             for source, destination, slots in batch.block_copies.tolist():
                 self.pool[:, :, destination, :, :slots] = self.pool[:, :, source, :, :slots]
             x = self._residual(batch)  # [T, hidden]
+            hidden = self._norm(x[self._indices(batch.hidden_rows)], "final_norm")  # [E, hidden]
             x = self._norm(x[self._indices(batch.logit_rows)], "final_norm")  # [R, hidden]
 
             # Never all rows × vocabulary at once: each slice of logits becomes tokens before the next is
@@ -110,7 +112,7 @@ class TorchExecutor:
             # the logits are.
             if before_sampling is not None:
                 before_sampling()
-            result = empty_result(sampling)
+            result = replace(empty_result(sampling), hidden=hidden.cpu().numpy())
             for first in range(0, len(x), HEAD_ROWS):
                 logits = self._linear(x[first : first + HEAD_ROWS], "head")  # [≤ HEAD_ROWS, vocabulary]
                 sample_rows(logits.cpu().numpy(), first, sampling, result)

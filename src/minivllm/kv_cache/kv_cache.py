@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minivllm.batch import NO_SLOT, Batch, IntArray
+from minivllm.batch import NO_ROWS, NO_SLOT, Batch, IntArray
 from minivllm.block_allocator import BlockAllocator, PrefixMatch, PublishedBlocks
 from minivllm.errors import BlockError
 from minivllm.kv_cache.kv_pool import KVGeometry
@@ -44,9 +44,8 @@ _EVERYBODYS = b""  # namespace of the sequences without a cache_salt
 class CachedPrefix:
     """Leading tokens of a sequence whose keys and values are in the cache already."""
 
-    num_tokens: (
-        int  #: in whole blocks and in the partial one; less than the sequence's, as its last is computed
-    )
+    num_tokens: int
+    """In whole blocks and in the partial one; less than the sequence's, as its last is computed."""
     block_ids: list[int]  #: published blocks to share
     partial_block: int | None  #: a published block whose first ``partial_tokens`` are copied
     partial_tokens: int
@@ -114,8 +113,8 @@ class KVCache:
         found too, the row finds its own keys and values there and writes nothing.
         """
         sequence = group.sequences[0]
-        if sequence.scores_prompt:
-            return _NOTHING_CACHED  # its logprobs come from computing it
+        if sequence.needs_every_row:
+            return _NOTHING_CACHED
         match = self._match(sequence)
         prefix = self._whole_blocks(sequence, match)
         partial = min(match.partial_tokens, sequence.num_tokens - 1 - prefix.num_tokens)
@@ -159,9 +158,8 @@ class KVCache:
         table = _Table(array("i", prefix.block_ids), len(prefix.block_ids))
         self._tables[sequence] = table
         if prefix.partial_block is not None:
-            self._allocator.fork(
-                (prefix.partial_block,)
-            )  # first: else it might itself be evicted and handed out
+            # First: else it might itself be evicted and handed out.
+            self._allocator.fork((prefix.partial_block,))
             own = self._allocator.allocate(1)
             assert own is not None, "blocks_missing says that there is one"
             table.block_ids.extend(own)
@@ -257,32 +255,56 @@ class KVCache:
             index.block_ids[rows],
         )
 
-    def restore(self, parents: IntArray, token_ids: IntArray, write: Callable[[IntArray], None]) -> int:
-        """Publish blocks as ``published`` told them, as many of the first as there are empty ones.
+    def restore(
+        self, parents: IntArray, token_ids: IntArray, write: Callable[[IntArray, IntArray], None]
+    ) -> int:
+        """Publish blocks as ``published`` told them: of those that are not yet, the first, as many as fit.
 
-        A block in use stays as it is, and so does a cached one.
+        They go to empty blocks. A block in use stays as it is, and so does a cached one.
 
         Args:
             parents: [n] index of the block that each one continues, before it; -1: none.
             token_ids: [n, block_size].
-            write: puts K and V of the first so many into these blocks. What it raises is passed on, and
-                nothing is published.
+            write: puts K and V of those with these indices into these blocks. What it raises is passed on,
+                and nothing is published.
 
-        Returns: how many.
+        Returns: how many of them are published now.
         """
-        count = min(len(parents), self._allocator.stats().num_free)
-        block_ids = self._allocator.allocate(count)
-        assert block_ids is not None, "so many are free"
+        places = self._places(parents, token_ids)
+        missing = np.flatnonzero(places < 0)[: self._allocator.stats().num_free].astype(np.int32)
+        fresh = self._allocator.allocate(len(missing))
+        assert fresh is not None, "so many are free"
+        held = places[places >= 0].tolist()
+        self._allocator.fork(held)
+        held += fresh
         try:
-            write(np.array(block_ids, np.int32))
-            for i, parent in enumerate(parents[:count].tolist()):
-                before = block_ids[parent] if parent >= 0 else None
-                block_ids[i : i + 1] = self._allocator.publish(
-                    _EVERYBODYS, before, token_ids[i], block_ids[i : i + 1]
+            write(missing, np.array(fresh, np.int32))
+            for at, index in enumerate(missing.tolist(), len(held) - len(fresh)):
+                parent = int(parents[index])
+                before = int(places[parent]) if parent >= 0 else None
+                held[at : at + 1] = self._allocator.publish(
+                    _EVERYBODYS, before, token_ids[index], held[at : at + 1]
                 )
+                places[index] = held[at]
         finally:
-            self._allocator.free(block_ids[::-1])
-        return count
+            self._allocator.free(held[::-1])
+        return len(held)
+
+    def _places(self, parents: IntArray, token_ids: IntArray) -> IntArray:
+        """[n] the blocks where these are published already; -1: nowhere."""
+        known = self.published()
+        blocks = known.block_ids.tolist()
+        before = [blocks[parent] if parent >= 0 else -1 for parent in known.parents.tolist()]
+        index = {
+            (block, tokens.tobytes()): own
+            for block, tokens, own in zip(before, known.token_ids, blocks, strict=True)
+        }
+        places = np.full(len(parents), -1, np.int32)
+        for i, parent in enumerate(parents.tolist()):
+            if parent < 0 or places[parent] >= 0:
+                block = places[parent] if parent >= 0 else -1
+                places[i] = index.get((int(block), token_ids[i].tobytes()), -1)
+        return places
 
     def _plan_copy(self, table: _Table, source: int, destination: int, num_slots: int) -> None:
         table.copy = (source, destination, num_slots)
@@ -304,9 +326,10 @@ class KVCache:
         ends: list[int] = []  # of each sequence: tokens in the cache after this step
         query_start = [0]
         logit_rows: list[int] = []
+        hidden_rows: list[int] = []
         stored_rows: list[int] = []  # rows whose K and V are in a published block already
         copies: list[tuple[int, int, int]] = []
-        for sequence, num_tokens, num_scored, draws in plan:
+        for sequence, num_tokens, num_scored, draws, num_pooled in plan:
             start = sequence.num_computed_tokens
             table = self._tables[sequence]
             if table.copy is not None:
@@ -322,6 +345,8 @@ class KVCache:
                 logit_rows += range(query_start[-2], query_start[-2] + num_scored)
             if draws:
                 logit_rows += [query_start[-1] - 1] * len(draws)
+            if num_pooled:
+                hidden_rows += range(query_start[-1] - num_pooled, query_start[-1])
         block_tables = self._block_tables(plan, ends)
 
         # Few and simple numpy calls: for one sequence their number, not their size, is what a step costs.
@@ -346,6 +371,7 @@ class KVCache:
             block_tables=block_tables,
             logit_rows=np.array(logit_rows, np.int32),
             block_copies=np.array(copies, np.int32) if copies else _NO_COPIES,
+            hidden_rows=np.array(hidden_rows, np.int32) if hidden_rows else NO_ROWS,
         )
 
     def _block_tables(self, plan: Seq[ScheduledSequence], context_lens: Seq[int]) -> IntArray:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minivllm.batch import IntArray
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, counted
 
 KVDtype = Literal["float32", "bfloat16", "int8"]
 _ITEM: dict[KVDtype, npt.DTypeLike] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
@@ -58,7 +58,8 @@ class KVGeometry:
     def __str__(self) -> str:
         """What is reserved, in one line for people."""
         return (
-            f"{self.num_blocks:,} blocks × {self.block_size:,} tokens = {self.num_slots:,} tokens, "
+            f"{counted(self.num_blocks, 'block')} × {counted(self.block_size, 'token')} = "
+            f"{counted(self.num_slots, 'token')}, "
             f"{self.num_bytes / 2**20:,.1f} MiB ({self.dtype})"
         )
 

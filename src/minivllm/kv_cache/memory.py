@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from minivllm.config import EngineConfig
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, counted
 from minivllm.kv_cache.kv_pool import KVDtype, KVGeometry
 from minivllm.models.config import ModelConfig
 
@@ -117,15 +117,17 @@ def plan_pool(
     needed = num_blocks * block_bytes
     if needed > available - weight_bytes:
         raise ConfigError(
-            f"a KV cache of {num_blocks:,} blocks needs {_mib(needed)}, but {_mib(available)} are available, "
-            f"of which the weights take {_mib(weight_bytes)}; use a smaller num_blocks or kv_cache_memory"
+            f"a KV cache of {counted(num_blocks, 'block')} needs {_mib(needed)}, but {_mib(available)} are "
+            f"available, of which the weights take {_mib(weight_bytes)}; use a smaller num_blocks or "
+            f"kv_cache_memory"
         )
     required_len = config.max_model_len or 2  # a prompt of one token and an answer of one
     if capacity < required_len:
         required = math.ceil(required_len / config.block_size)
         raise ConfigError(
-            f"a KV cache of {_mib(budget)} holds {num_blocks:,} blocks, {capacity:,} tokens, but one "
-            f"sequence of {required_len:,} takes {required:,} blocks, {_mib(required * block_bytes)}"
+            f"a KV cache of {_mib(budget)} holds {counted(num_blocks, 'block')}, "
+            f"{counted(capacity, 'token')}, but one sequence of {required_len:,} takes "
+            f"{counted(required, 'block')}, {_mib(required * block_bytes)}"
         )
     return replace(one_block, num_blocks=num_blocks), min(wanted_len, capacity)
 

@@ -45,19 +45,51 @@ class PrefixFile:
     parents: IntArray  #: [n] each -1 or less than its own index
     token_ids: IntArray  #: [n, block_size]
     block_bytes: int
-    stream: BinaryIO  #: at the first block that was not read yet
+    stream: BinaryIO
+    start: int  #: of the first block's bytes
 
-    def read_blocks(self, count: int) -> npt.NDArray[np.uint8]:
-        """K and V of the next ``count`` blocks: [count, block_bytes].
+    def read_blocks(self, indices: IntArray) -> npt.NDArray[np.uint8]:
+        """K and V of these blocks: [len(indices), block_bytes].
 
         Raises:
             PrefixCacheError: somebody has cut the file meanwhile.
         """
-        return _read(self.stream, self.path, np.uint8, count, self.block_bytes)
+        blocks = np.empty((len(indices), self.block_bytes), np.uint8)
+        for block, index in zip(blocks, indices.tolist(), strict=True):
+            self.stream.seek(self.start + index * self.block_bytes)
+            block[:] = _read(self.stream, self.path, np.uint8, self.block_bytes)
+        return blocks
+
+
+def check_prefix_target(path: str | Path) -> Path:
+    """Find out before the work whether a prefix cache can be saved there in the end. Leaves nothing behind.
+
+    Returns: the file that will be written: where ``path`` leads, if it is a link.
+
+    Raises:
+        PrefixCacheError: something else than a saved prefix cache is there (an empty file is nothing), or the
+            system does not let us write.
+    """
+    target = Path(os.path.realpath(_checked(path)))
+    try:
+        with suppress(FileNotFoundError):
+            status = target.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise PrefixCacheError(f"{path} is not a file")
+            if status.st_size:
+                with target.open("rb") as stream:
+                    _read_header(stream, Path(path))
+        with _temporary(target):
+            pass
+    except PrefixCacheError as error:
+        raise PrefixCacheError(f"{error}; it is not replaced") from None
+    except (OSError, ValueError) as error:  # ValueError: characters that no path has
+        raise _unwritable(path, error) from error
+    return target
 
 
 def write_prefix_file(
-    path: Path,
+    path: str | Path,
     identity: Mapping[str, str],
     parents: IntArray,
     token_ids: IntArray,
@@ -67,22 +99,23 @@ def write_prefix_file(
     """Write the file beside its place and move it there when it is complete.
 
     Args:
-        path: a file that is there is replaced.
+        path: as ``check_prefix_target`` takes it; a prefix cache that is there is replaced.
         identity: what ``open_prefix_file`` will ask for.
         parents: as in ``PrefixFile``, and so is ``token_ids``.
         block_bytes: of one block.
         blocks: [some, block_bytes] each, all in the order of ``parents``.
 
     Raises:
-        PrefixCacheError: the system does not let us write.
+        PrefixCacheError: as ``check_prefix_target``.
     """
+    target = check_prefix_target(path)
     header = _header(identity, len(parents), token_ids.shape[1], block_bytes)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     digest = hashlib.sha256()
     unfinished: Path | None = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        with _temporary(target, delete=False) as file:
             unfinished = Path(file.name)
             index = len(text).to_bytes(8, "little") + text + parents.tobytes() + token_ids.tobytes()
             pieces: Iterable[bytes | memoryview] = chain((index,), (some.data for some in blocks))
@@ -92,10 +125,10 @@ def write_prefix_file(
             file.write(digest.digest())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        os.replace(unfinished, target)
         unfinished = None
     except OSError as error:
-        raise PrefixCacheError(f"cannot write {path}: {error.strerror or error}") from error
+        raise _unwritable(path, error) from error
     finally:
         if unfinished is not None:
             with suppress(OSError):
@@ -104,7 +137,7 @@ def write_prefix_file(
 
 @contextmanager
 def open_prefix_file(
-    path: Path, identity: Mapping[str, str], block_size: int, block_bytes: int
+    path: str | Path, identity: Mapping[str, str], block_size: int, block_bytes: int
 ) -> Iterator[PrefixFile]:
     """Check everything about a file before anything is made of it, and open it for reading its blocks.
 
@@ -117,6 +150,7 @@ def open_prefix_file(
     Raises:
         PrefixCacheError: it cannot be read, is damaged or something else, or has another identity.
     """
+    path = _checked(path)
     with _opened(path) as stream:
         header, start = _read_header(stream, path)
         _check_digest(stream, path)
@@ -131,7 +165,7 @@ def open_prefix_file(
         token_ids = _read(stream, path, np.int32, count, block_size)
         if ((parents < -1) | (parents >= np.arange(count))).any():
             raise _malformed(path)
-        yield PrefixFile(path, parents, token_ids, block_bytes, stream)
+        yield PrefixFile(path, parents, token_ids, block_bytes, stream, stream.tell())
 
 
 @contextmanager
@@ -215,8 +249,24 @@ def _read(stream: BinaryIO, path: Path, dtype: type[Any], *shape: int) -> npt.ND
     return values
 
 
+def _checked(path: object) -> Path:
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise PrefixCacheError(f"the prefix cache's path is {shown(path)}; it must be that of a file")
+    return Path(name)
+
+
+def _temporary(target: Path, *, delete: bool = True) -> "tempfile._TemporaryFileWrapper[bytes]":
+    """A new file beside ``target``, for its owner alone."""
+    return tempfile.NamedTemporaryFile(dir=target.parent, prefix=".prefix-cache.", delete=delete)
+
+
 def _malformed(path: Path) -> PrefixCacheError:
     return PrefixCacheError(f"{path} is damaged: its parts do not fit together")
+
+
+def _unwritable(path: str | Path, error: OSError | ValueError) -> PrefixCacheError:
+    return PrefixCacheError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}")
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> PrefixCacheError:

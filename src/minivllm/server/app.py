@@ -4,7 +4,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 import minivllm
-from minivllm.server import chat, completions, errors, other_routes
+from minivllm.server import chat, completions, embeddings, errors, other_routes
 from minivllm.server.middleware import Authentication, BodyLimit, CrossOrigin, HeadAsGet, RequestId
 from minivllm.server.service import Service
 
@@ -35,7 +35,7 @@ def create_api(service: Service) -> FastAPI:
         redirect_slashes=False,
     )
     api.state.service = service
-    for module in (chat, completions, other_routes):
+    for module in (chat, completions, embeddings, other_routes):
         api.include_router(module.router)
     errors.install(api)
     return api

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from minivllm.cli_options import EngineOptions, spread
+from minivllm.errors import counted
 from minivllm.factory import create_engine
 from minivllm.models.pull import MODEL_ALIASES
 
@@ -156,7 +157,8 @@ def run_batch(
                     batch, running, name, in_flight, lambda: progress.advance(task), config
                 )
         earlier = f", {before:,} of them by an earlier run" if before else ""
-        notes.print(f"{total:,} requests are answered{earlier}; {num_errors:,} of this run with an error")
+        answered = counted(total, "request")
+        notes.print(f"{answered} answered{earlier}; {num_errors:,} of this run with an error")
 
 
 def _name(model: str) -> str:

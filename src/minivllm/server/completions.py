@@ -41,10 +41,11 @@ async def create_completion(body: CompletionRequest, service: ServiceOf) -> Resp
     # Without a tokenizer ids can be continued, but logprobs have no names to go by.
     tokenizer = engine.tokenizer if params.logprobs is None else service.tokenizer
     texts = CompletionFormat(Head.new("cmpl", service), tokenizer, params, body)
-    return Generation(service, body, params, lambda: _token_ids(engine, prompts), len(prompts), texts)
+    return Generation(service, body, params, lambda: token_ids(engine, prompts), len(prompts), texts)
 
 
-def _token_ids(engine: InferenceEngine, prompts: Seq[str | list[int]]) -> list[list[int]]:
+def token_ids(engine: InferenceEngine, prompts: Seq[str | list[int]]) -> list[list[int]]:
+    """The prompts as token ids. Raises as ``InferenceEngine.encode``, and says which one is meant."""
     result = []
     for i, prompt in enumerate(prompts):
         with numbered("prompt", i, len(prompts)):

@@ -1,7 +1,6 @@
-"""Generation: an answer that the model is still to give, whole or as server-sent events.
+"""Generation: a text that the model is still to give, whole or as server-sent events.
 
-Everything about it ends when the client goes away or the time is up, whatever it was doing: waiting, being
-computed, or being sent to a reader who does not read. What the answers look like is a ``Format``'s.
+What the answers look like is a ``Format``'s.
 """
 
 import asyncio
@@ -9,26 +8,19 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from minivllm.engine.async_engine import Answers
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.sampling_params import SamplingParams
-from minivllm.server.errors import (
-    ApiError,
-    as_api_error,
-    bad_request,
-    internal_error,
-    timed_out,
-    unavailable,
-)
+from minivllm.server.answer import Answer, check
+from minivllm.server.errors import ApiError, as_api_error
 from minivllm.server.forms import about_field, form_field
 from minivllm.server.protocol import GenerationRequest
 from minivllm.server.responses import FinishReason, Usage
@@ -106,8 +98,8 @@ class TokenCount:
         }
 
 
-class Generation(Response):
-    """An answer to be generated while it is sent.
+class Generation(Answer):
+    """A text to be generated while it is sent.
 
     Args:
         body: the request; how it wants to be served.
@@ -124,45 +116,25 @@ class Generation(Response):
         num_prompts: int,
         answer_format: Format,
     ) -> None:
-        super().__init__()
-        self._service = service
-        self._body = body
-        self._params = params
-        self._make_prompts = make_prompts
-        self._num_prompts = num_prompts
+        super().__init__(service, body, params, make_prompts, num_prompts)
         self._format = answer_format
+        self._form_field = form_field(body)
+        self._wants_usage = body.wants_usage
         self._stream = bool(body.stream)
-        self._started = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, unless the client leaves first.
-
-        Raises:
-            Exception: what is wrong with the request, as long as nothing was sent.
-        """
-        answer = self._answer_events(send) if self._stream else self._answer_whole(scope, receive, send)
-        work = asyncio.ensure_future(answer)
-        gone = asyncio.ensure_future(_disconnected(receive))
-        seconds = self._service.settings.request_timeout
-        try:
-            await asyncio.wait({work, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            late = not work.done() and not gone.done()
-        finally:
-            gone.cancel()
-            if not work.done():
-                work.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)  # which also has seen their errors
-        if not work.cancelled():
-            work.result()
-        elif late and seconds is not None:
-            await self._give_up(send, timed_out(seconds))
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with about_field(self._form_field):
+            if self._stream:
+                await self._answer_events(send)
+            else:
+                await self._answer_whole(scope, receive, send)
 
     async def _answer_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         tokens = TokenCount()
-        async with self._answers() as answers:
+        async with self._answers(whole=True) as answers:
             outputs = await answers.all()
         for output in outputs:
-            _check(output)
+            check(output)
             tokens.add(output)
         response = JSONResponse(self._format.whole(outputs, tokens.usage()))
         self._started = True
@@ -170,7 +142,7 @@ class Generation(Response):
 
     async def _answer_events(self, send: Send) -> None:
         tokens = TokenCount()
-        async with self._answers() as answers:
+        async with self._answers(whole=False) as answers:
             order = {request_id: i for i, request_id in enumerate(answers.request_ids)}
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -179,33 +151,19 @@ class Generation(Response):
                 async for outputs in answers:
                     chunks: list[Mapping[str, Any]] = []
                     for output in outputs:
-                        _check(output)
+                        check(output)
                         tokens.add(output)
                         chunks += self._format.chunks(order[output.request_id], output)
                     await _send_events(send, chunks)
             except Exception as error:
                 await _end(send, _error_event(as_api_error(error)))
                 return
-        if self._body.wants_usage:
+        if self._wants_usage:
             await _send_events(send, [self._format.usage_chunk(tokens.usage())])
         await _end(send, _DONE)
 
-    @asynccontextmanager
-    async def _answers(self) -> AsyncIterator[Answers]:
-        with about_field(form_field(self._body)):
-            async with self._service.answers(
-                self._make_prompts,
-                self._num_prompts,
-                self._params,
-                whole=not self._stream,
-                cache_salt=self._body.cache_salt,
-                priority=self._body.priority or 0,
-            ) as answers:
-                yield answers
-
     async def _give_up(self, send: Send, error: ApiError) -> None:
-        if not self._started:
-            raise error
+        await super()._give_up(send, error)
         if self._stream:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(_end(send, _error_event(error)), LAST_WORDS_SECONDS)
@@ -215,24 +173,6 @@ def finish_reason(completion: CompletionOutput) -> FinishReason | None:
     """OpenAI's; those that it does not have have been raised as errors."""
     reason = completion.finish_reason
     return reason if reason == "stop" or reason == "length" else None
-
-
-def _check(output: RequestOutput) -> None:
-    """Raise what ended the request before its time."""
-    for completion in output.outputs:
-        if completion.finish_reason == "abort":
-            raise unavailable("the server ended before the answer was complete", "shutting_down")
-        if completion.finish_reason == "error" and completion.stop_reason is not None:
-            raise bad_request(
-                f"the answer cannot go on in the form that it must have: {completion.stop_reason}"
-            )
-        if completion.finish_reason == "error":
-            raise internal_error("the model failed while it was answering; the server's log says more")
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _send_events(send: Send, chunks: Seq[Mapping[str, Any]]) -> None:

@@ -85,6 +85,8 @@ class ServerMetrics:
             if output.admitted_at is not None:
                 self._queue.observe(output.admitted_at - times.arrived_at)
                 self._prefill.observe(now - output.admitted_at)
+        elif output.embedding is not None:
+            self._prompt_tokens.inc(len(output.prompt_token_ids))
         elif num_tokens and times.last_token_at is not None:
             self._between_tokens.observe(now - times.last_token_at)
         for completion in output.outputs:

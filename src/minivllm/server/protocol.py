@@ -161,10 +161,28 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
 
 
-class GenerationRequest(Strict):
-    """What chat and text completions have in common. Null is the same as absent."""
+class ModelRequest(Strict):
+    """What all requests to the model have in common. Null is the same as absent."""
 
     model: str | None = None  #: absent: the one that is served
+    cache_salt: str | None = None
+    priority: int | None = None
+    user: str | None = None  #: whom OpenAI has it from; it changes no answer here
+
+
+class EmbeddingRequest(ModelRequest):
+    """``POST /v1/embeddings``."""
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None  #: absent: float
+    pooling: Literal["mean", "last"] | None = None  #: absent: mean
+    normalize: bool | None = None  #: absent: true
+    dimensions: NotSupported = None
+
+
+class GenerationRequest(ModelRequest):
+    """What chat and text completions have in common."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -186,11 +204,8 @@ class GenerationRequest(Strict):
     repetition_penalty: float | None = None
     logit_bias: LogitBias = None
     prompt_logprobs: int | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
 
     # What OpenAI keeps, bills or schedules by; it changes no answer here.
-    user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None

@@ -178,6 +178,30 @@ class Completion(TypedDict):
     usage: NotRequired[Usage | None]
 
 
+class Embedding(TypedDict):
+    """Of one input."""
+
+    object: Literal["embedding"]
+    index: int  #: of the input
+    embedding: list[float] | str  #: base64: of its numbers as little-endian float32
+
+
+class EmbeddingUsage(TypedDict):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(TypedDict):
+    """``POST /v1/embeddings``."""
+
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
 class ModelCard(TypedDict):
     """A model that is served."""
 

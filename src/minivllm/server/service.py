@@ -20,7 +20,7 @@ from minivllm.config import EngineConfig
 from minivllm.engine.async_engine import Answers, AsyncEngine
 from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.errors import RequestError, shown
-from minivllm.sampling_params import SamplingParams
+from minivllm.sampling_params import RequestParams
 from minivllm.server.errors import ApiError, queue_full, shutting_down, unavailable
 from minivllm.server.metrics import ServerMetrics
 from minivllm.server.settings import ServerSettings
@@ -141,7 +141,7 @@ class Service:
         self,
         make_prompts: Callable[[], Seq[Seq[int]]],
         num_prompts: int,
-        params: SamplingParams,
+        params: RequestParams,
         *,
         whole: bool,
         cache_salt: str | None,

@@ -9,7 +9,6 @@ Whoever reserves is given what helps: its prompts are computed once for all samp
 its bookkeeping costs nothing.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ from minivllm.bench.memory.paper import MAX_MODEL_LEN, SLOTS
 from minivllm.bench.memory.simulate import SINGLE, Decoding, run_paged, simulated_engine
 from minivllm.bench.memory.trace import Figures, Trace, figures
 from minivllm.bench.memory.workload import TRANSLATION, WORKLOADS, Arrival, Workload, arrivals
-from minivllm.config import EngineConfig
+from minivllm.config import EngineConfig, QuantizationName
 from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.errors import ConfigError
 from minivllm.factory import create_engine
@@ -36,6 +35,18 @@ LOADS = (0.5, 0.75, 1.0, 1.25)  # in multiples of what the paged engine finishes
 
 #: In a run: several times as many as the pool holds at once
 _REQUESTS = {"sharegpt": 240, "alpaca": 1200, "translation": 400}
+
+#: Of the numbers. The upper ends only refuse what would take hours, or more memory than there is.
+_RANGES: dict[str, tuple[float, float]] = {
+    "requests": (1, 100_000),
+    "rate": (1e-6, 1_000_000),
+    "seed": (0, 2**64 - 1),
+    "block_size": (1, 2**20),
+    "num_blocks": (1, 2**20),
+    "max_model_len": (1, 2**20),
+    "max_num_batched_tokens": (1, 2**20),
+    "max_num_seqs": (1, 2**16),
+}
 
 Progress = Callable[[str], None]
 
@@ -54,20 +65,19 @@ class Setting:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 1024  #: so many that memory is the limit
     real: str | None = None  #: a model to run instead of the simulation
-    quantization: str = "auto"  #: of its weights
+    quantization: QuantizationName = "auto"  #: of its weights
 
     def __post_init__(self) -> None:
         if self.workload not in WORKLOADS:
             raise ConfigError(f"there is no workload {self.workload!r}; use {' or '.join(WORKLOADS)}")
-        if self.requests is not None and self.requests < 1:
-            raise ConfigError(f"requests is {self.requests}; it must be at least 1")
-        if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed}; it must be 0 or more")
-        if self.rate is not None and not 0 < self.rate < math.inf:
-            raise ConfigError(f"rate is {self.rate}; it must be a positive number of requests a second")
-        for name in ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name} is {value}; it must be from {low:,} to {high:,}")
+        if self.real is None and self.quantization != "auto":
+            raise ConfigError(
+                f"quantization is {self.quantization!r}, but a simulation has no weights; add --real MODEL"
+            )
         longest = WORKLOADS[self.workload].prompt.most + WORKLOADS[self.workload].output.most
         if self.max_model_len < longest:
             raise ConfigError(
@@ -218,7 +228,7 @@ def _real_engine(setting: Setting, model: str) -> InferenceEngine:
     return create_engine(
         EngineConfig(
             model=model,
-            quantization=None if setting.quantization == "none" else setting.quantization,  # type: ignore[arg-type]
+            quantization=None if setting.quantization == "none" else setting.quantization,
             block_size=setting.block_size,
             num_blocks=setting.blocks,
             max_model_len=setting.max_model_len,

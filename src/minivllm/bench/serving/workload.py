@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, counted
 
 Lengths = Literal["fixed", "sharegpt"]
 SIGMA = 1.0
@@ -93,8 +93,9 @@ class Workload:
         limit = "" if self.max_concurrency is None else f", at most {self.max_concurrency} under way"
         shape = "" if self.lengths == "fixed" else " on average (log-normal)"
         return (
-            f"{self.num_prompts:,} requests, {when}{limit}: {self.input_len:,} prompt tokens and "
-            f"{self.output_len:,} generated{shape}; seed {self.seed}"
+            f"{counted(self.num_prompts, 'request')}, {when}{limit}: "
+            f"{counted(self.input_len, 'prompt token')} and {self.output_len:,} generated{shape}; "
+            f"seed {self.seed}"
         )
 
 
