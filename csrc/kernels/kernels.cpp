@@ -31,6 +31,7 @@ namespace {
 #include "kernels/matmul_amx.inl"
 #endif
 #include "kernels/matmul_table.inl"
+#include "kernels/attention_tile.inl"
 #include "kernels/attention.inl"
 
 }  // namespace
