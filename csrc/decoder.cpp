@@ -309,16 +309,16 @@ void Decoder::cut_attention() {
     const auto size_of = [&](const Tile& tile) {
         return tile.num_splits * tile.query.rows * c.num_heads * partial_size(c.head_dim);
     };
-    int64_t partials = 0;
-    for (const Tile& tile : tiles_) partials += size_of(tile);
+    int64_t all_partials = 0;
+    for (const Tile& tile : tiles_) all_partials += size_of(tile);
     // The longest contexts first, so that the threads end together.
     std::stable_sort(tiles_.begin(), tiles_.end(), [](const Tile& a, const Tile& b) { return a.num_splits > b.num_splits; });
     const auto num_tiles = static_cast<int64_t>(tiles_.size());
-    const bool split = threads > 1 && num_tiles * kv_heads < 8 * threads && partials * 4 <= kPartialBytes;
+    const bool split = threads > 1 && num_tiles * kv_heads < 8 * threads && all_partials * 4 <= kPartialBytes;
     const int64_t heads = num_tiles >= 8 * threads ? kv_heads : 1;
     pieces_left_ = std::vector<std::atomic<int64_t>>(static_cast<size_t>(num_tiles * kv_heads));
     pieces_.clear();
-    partials = 0;
+    int64_t partials = 0;
     for (int64_t index = 0; index < num_tiles; index++) {
         Tile& tile = tiles_[static_cast<size_t>(index)];
         const auto add = [&](int64_t at, int64_t row) {

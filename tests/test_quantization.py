@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from helpers_shapes import LLAMA
 from helpers_step import Stepper, make_checkpoint, merged, one_sequence_batch, random_tensors
 from minivllm._core import supported_isas
 from oracle_decoder import forward
@@ -28,37 +29,19 @@ Tensors = dict[str, np.ndarray[Any, Any]]
 TOKENS = np.random.default_rng(3).integers(0, 300, 90).tolist()
 Q = gguf.GGMLQuantizationType
 
-CONFIG = ModelConfig(
-    kind="llama",
+CONFIG = dataclasses.replace(
+    LLAMA,
     vocab_size=300,
     hidden_size=256,
     intermediate_size=512,
-    num_layers=2,
     num_heads=8,
-    num_kv_heads=2,
     head_dim=32,
     max_position=256,
-    norm="rmsnorm",
-    norm_eps=1e-6,
-    norm_bias=False,
-    activation="silu",
-    gated_mlp=True,
-    qkv_bias=False,
-    out_bias=False,
-    mlp_bias=False,
-    tied_head=True,
     rope_inv_freq=tuple(float(x) for x in np.float32(500.0) ** (-np.arange(16, dtype=np.float32) / 16)),
 )
 #: Sizes that no block or panel divides
 ODD = dataclasses.replace(
-    CONFIG,
-    vocab_size=131,
-    hidden_size=70,
-    intermediate_size=99,
-    num_heads=6,
-    head_dim=20,
-    rope_inv_freq=CONFIG.rope_inv_freq[:10],
-    tied_head=False,
+    LLAMA, vocab_size=131, max_position=256, rope_inv_freq=CONFIG.rope_inv_freq[:10], tied_head=False
 )
 
 

@@ -16,22 +16,6 @@ constexpr int tile_vectors() {
     return R <= 3 ? 4 : 2;       // at most 12 of 16 registers
 }
 
-// acc[r][v] += Σ_k a[r][k] · b[k][v], b's rows being ldb apart. (For attention's use.)
-template <int R, int V>
-INLINE void accumulate(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t k, vf (&acc)[R][V]) {
-    for (int64_t i = 0; i < k; i++) {
-        vf column[V];
-        UNROLL
-        for (int v = 0; v < V; v++) column[v] = load(b + i * ldb + v * kWidth);
-        UNROLL
-        for (int r = 0; r < R; r++) {
-            const vf x = splat(a[r * lda + i]);
-            UNROLL
-            for (int v = 0; v < V; v++) acc[r][v] = fma(x, column[v], acc[r][v]);
-        }
-    }
-}
-
 // acc[r][v] += Σ_k a[r][k] · b[v][k]. Vector v of outputs is in panel v / vectors of a panel, panel_size elements
 // apart.
 template <int R, int V>

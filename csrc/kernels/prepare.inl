@@ -24,8 +24,6 @@ INLINE const GroupScale* row_scales(const char* row, int64_t groups, int64_t pla
     return reinterpret_cast<const GroupScale*>(row_quants(row, groups, plane) + groups * kGroup);
 }
 
-INLINE vf magnitude(vf v) { return (vf)((vu)v & 0x7fffffffu); }
-
 INLINE void store_quants(Quant* to, const vi (&q)[kGroup / kWidth]) {
 #if defined(__AVX512VNNI__)
     for (int i = 0; i < kGroup / kWidth; i++) store_as(to + i * kWidth, _mm512_cvtepi32_epi8((__m512i)q[i]));
@@ -41,17 +39,15 @@ INLINE void store_quants(Quant* to, const vi (&q)[kGroup / kWidth]) {
 #endif
 }
 
-#if defined(__AVX512F__)
-INLINE float largest_lane(vf v) { return _mm512_reduce_max_ps((__m512)v); }
-INLINE int32_t sum_of_lanes(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
-#else
-INLINE float largest_lane(vf v) { return max_lanes(v); }
 INLINE int32_t sum_of_lanes(vi v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
     int32_t sum = 0;
     for (int i = 0; i < kWidth; i++) sum += v[i];
     return sum;
-}
 #endif
+}
 
 // scale = max |x| / 127, q = x / scale rounded to nearest even; x becomes what is left, x − scale · q. Anything not finite
 // makes the scale NaN.
@@ -63,12 +59,11 @@ INLINE void quantize(float* x, Quant* to, GroupScale* to_scale) {
         largest = max(magnitude(v), largest);
         check += v * 0.f;  // NaN unless v is finite
     }
-    const float most = largest_lane(largest), inverse = most > 1e-30f ? 127.f / most : 0.f;
-    const vf magic = splat(12582912.f);  // 1.5 · 2^23: adding it rounds to an integer
+    const float most = max_lanes(largest), inverse = most > 1e-30f ? 127.f / most : 0.f;
     const vi finite = check == 0.f;
     vi q[kVectors], sum = {};
     for (int i = 0; i < kVectors; i++) {
-        q[i] = ((vi)(load(x + i * kWidth) * inverse + magic) - (vi)magic) & finite;
+        q[i] = nearest_integers(load(x + i * kWidth) * inverse) & finite;
         sum += q[i];
     }
     store_quants(to, q);

@@ -122,14 +122,13 @@ INLINE void quantize_cell(const float* x, int64_t size, char* cell) {
     int64_t i = 0;
     for (; i < size; i += kWidth) {
         const vf v = size - i < kWidth ? load_part(x + i, size - i) : load(x + i);
-        largest = max((vf)((vu)v & 0x7fffffffu), largest);
+        largest = max(magnitude(v), largest);
         check += v * 0.f;  // NaN unless v is finite
     }
     const float most = max_lanes(largest), inverse = most > 1e-30f ? 127.f / most : 0.f;
-    const vf magic = splat(12582912.f);  // 1.5 · 2^23: adding it rounds to an integer
     for (i = 0; i < size; i += kWidth) {
         const vf v = size - i < kWidth ? load_part(x + i, size - i) : load(x + i);
-        const vq q = __builtin_convertvector((vi)(v * inverse + magic) - (vi)magic, vq);
+        const vq q = __builtin_convertvector(nearest_integers(v * inverse), vq);
         __builtin_memcpy(cell + i, &q, static_cast<size_t>(size - i < kWidth ? size - i : kWidth));
     }
     const float scale = most / 127.f + sum_lanes(check);

@@ -126,6 +126,14 @@ INLINE float max_lanes(vf v) {
 #endif
 }
 
+INLINE vf magnitude(vf v) { return (vf)((vu)v & 0x7fffffffu); }
+
+// Rounded to nearest even; |v| < 2^22. (Adding 1.5 · 2^23 leaves no room for a fraction.)
+INLINE vi nearest_integers(vf v) {
+    const vf magic = splat(12582912.f);
+    return (vi)(v + magic) - (vi)magic;
+}
+
 // The first n < kWidth floats, and zeros.
 INLINE vf load_part(const float* from, int64_t n) {
     float lane[kWidth] = {};
