@@ -341,6 +341,20 @@ void Decoder::cut_attention() {
     partials_.reserve(partials * 4);
 }
 
+QueryTile Decoder::rows_of(const Piece& piece) const {
+    const QueryTile& all = tiles_[static_cast<size_t>(piece.tile)].query;
+    if (piece.row < 0) return all;
+    return {all.row + piece.row, 1, all.positions + piece.row, all.block_table + piece.row * table_width_};
+}
+
+// The keys that the piece begins with.
+NextKeys Decoder::first_keys(int64_t index) const {
+    if (index >= static_cast<int64_t>(pieces_.size())) return {};
+    const Piece& piece = pieces_[static_cast<size_t>(index)];
+    const QueryTile rows = rows_of(piece);
+    return {rows.block_table, piece.kv_head, std::max<int64_t>(0, piece.split) * kContextSplit, rows.positions[rows.rows - 1] + 1};
+}
+
 void Decoder::attend(int64_t layer) {
     const ModelConfig& c = model_.config;
     const Attention job{cache_layer(layer),
@@ -357,15 +371,14 @@ void Decoder::attend(int64_t layer) {
         const Tile& tile = tiles_[static_cast<size_t>(piece.tile)];
         const QueryTile& query = tile.query;
         float* scratch = scratch_[static_cast<size_t>(thread)].as<float>();
-        if (piece.split < 0) return kernels_.attend(job, query, piece.kv_head, piece.kv_head_end, scratch);
+        const NextKeys next = first_keys(at + threads_.num_threads());
+        if (piece.split < 0) return kernels_.attend(job, query, piece.kv_head, piece.kv_head_end, next, scratch);
         const auto partials_of = [&](int64_t split) {
             const int64_t before = piece.kv_head * tile.num_splits + split;
             return partials_.as<float>() + tile.partials + before * query.rows * row_partials;
         };
-        QueryTile part = query;
-        if (piece.row >= 0)
-            part = {query.row + piece.row, 1, query.positions + piece.row, query.block_table + piece.row * table_width_};
-        kernels_.attend_split(job, part, piece.kv_head, piece.split, scratch, partials_of(piece.split),
+        const QueryTile part = rows_of(piece);
+        kernels_.attend_split(job, part, piece.kv_head, piece.split, next, scratch, partials_of(piece.split),
                               std::max<int64_t>(0, piece.row), query.rows);
         // Whoever is through last merges, in the order of the splits; and sets the count for the next layer.
         std::atomic<int64_t>& left = pieces_left_[static_cast<size_t>(piece.tile * c.num_kv_heads + piece.kv_head)];

@@ -79,6 +79,8 @@ private:
     void run_layer(int64_t layer, const int32_t* slots, int64_t rows);
     int64_t shared_splits(const Batch& batch, int64_t sequence, int64_t other) const;
     void cut_attention();
+    QueryTile rows_of(const Piece& piece) const;
+    NextKeys first_keys(int64_t piece) const;
     void attend(int64_t layer);
     void sample(const SamplingBatch& sampling, StepResult& result);
 

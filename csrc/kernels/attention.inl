@@ -105,69 +105,6 @@ INLINE void multiply(int64_t rows, const T* a, int64_t lda, const T* b, int64_t 
     }
 }
 
-#if defined(__AMX_BF16__)
-
-// The same on tile registers, for up to 16 rows; k and columns round up to 32 and 16. Tile 4 has rows of a, 6 and 7
-// of b, 0 … 3 sums.
-template <bool Add>
-INLINE void multiply_tiles(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, float* out,
-                           int64_t ldo, int64_t columns) {
-    memory_is_read();
-    const int64_t steps = (k + 31) / 32, a_bytes = lda * 2, b_bytes = ldb * 4, out_bytes = ldo * 4;
-    int64_t i = 0;
-    for (; i + 48 < columns; i += 64) {
-        float* to = out + i;
-        if (Add) {
-            _tile_loadd(0, to, out_bytes);
-            _tile_loadd(1, to + 16, out_bytes);
-            _tile_loadd(2, to + 32, out_bytes);
-            _tile_loadd(3, to + 48, out_bytes);
-        } else {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-        for (int64_t step = 0; step < steps; step++) {
-            const uint16_t* from = b + 2 * (step * 16 * ldb + i);
-            _tile_loadd(4, a + step * 32, a_bytes);
-            _tile_loadd(6, from, b_bytes);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, from + 32, b_bytes);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(6, from + 64, b_bytes);
-            _tile_dpbf16ps(2, 4, 6);
-            _tile_loadd(7, from + 96, b_bytes);
-            _tile_dpbf16ps(3, 4, 7);
-        }
-        _tile_stored(0, to, out_bytes);
-        _tile_stored(1, to + 16, out_bytes);
-        _tile_stored(2, to + 32, out_bytes);
-        _tile_stored(3, to + 48, out_bytes);
-    }
-    for (; i < columns; i += 16) {
-        if (Add)
-            _tile_loadd(0, out + i, out_bytes);
-        else
-            _tile_zero(0);
-        for (int64_t step = 0; step < steps; step++) {
-            _tile_loadd(4, a + step * 32, a_bytes);
-            _tile_loadd(6, b + 2 * (step * 16 * ldb + i), b_bytes);
-            _tile_dpbf16ps(0, 4, 6);
-        }
-        _tile_stored(0, out + i, out_bytes);
-    }
-    memory_is_read();
-}
-
-template <bool Add>
-INLINE void multiply(int64_t, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, float* out,
-                     int64_t ldo, int64_t columns) {
-    multiply_tiles<Add>(a, lda, b, ldb, k, out, ldo, columns);
-}
-
-#endif
-
 // ---- softmax ----
 
 // Queries [first, first + rows): their scores → weights 2^(scale · score − maximum), or 0 for keys that a query does
@@ -236,7 +173,7 @@ INLINE void soften(const AttentionScratch<T>& s, const float* group_scores, cons
 // Sums up one split for every query of the tile into s.split. What it leaves for queries that see none of it means
 // nothing.
 template <class T>
-static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t next, int64_t split,
+static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split, const NextKeys& next,
                       const AttentionScratch<T>& s) {
     const int64_t group = a.heads / a.cache.kv_heads, head_dim = a.cache.head_dim, queries = tile.rows * group;
     const float scale = a.scale * 1.44269504f;  // to base 2
@@ -247,15 +184,35 @@ static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head
     const int64_t context = tile.positions[tile.rows - 1] + 1;
     const int64_t end = min_of(context, (split + 1) * kContextSplit);
 #if defined(__AMX_BF16__)
-    if (sizeof(T) == 2) configure_tiles(min_of(queries, kGroupQueries), true);
+    bool in_place = false;
+    if constexpr (sizeof(T) == 2) {
+        in_place = reads_in_place(a.cache, queries);
+        if (in_place)
+            configure_in_place(queries, s);
+        else
+            configure_tiles(min_of(queries, kGroupQueries), true);
+    }
 #endif
+    const Cells cells{a.cache, tile.block_table, kv_head};
     for (int64_t start = split * kContextSplit; start < end; start += kKeyTile) {
         const int64_t keys = min_of(kKeyTile, end - start);
-        load_tile<T>(a.cache, tile, kv_head, next, start, keys, context, s);
         const auto count_of = [&](int64_t query) {
             const int64_t seen = tile.positions[query / group] + 1 - start;
             return seen < 0 ? 0 : min_of(keys, seen);
         };
+        const int64_t after = start + kKeyTile;
+        TileAhead ahead(a.cache, after < end ? NextKeys{tile.block_table, kv_head, after, end} : next, keys);
+#if defined(__AMX_BF16__)
+        if constexpr (sizeof(T) == 2)
+            if (in_place) {
+                const KeysInPlace in_cache{cells, start, keys};
+                score_in_place(in_cache, s, queries, ahead);
+                soften(s, s.scores, p, 0, queries, scale, keys, count_of);
+                add_in_place(in_cache, s, p, ahead);
+                continue;
+            }
+#endif
+        load_tile<T>(cells, start, keys, s, ahead);
         const auto most_of = [&](int64_t first) { return count_of(min_of(first + kGroupQueries, queries) - 1); };
         const auto score = [&](int64_t first, float* scores) {
             multiply<false>(min_of(kGroupQueries, queries - first), s.queries + first * s.head, s.head, s.keys,
@@ -321,14 +278,15 @@ INLINE bool sees(const QueryTile& tile, int64_t query, int64_t group, int64_t sp
 }
 
 template <class T>
-static void attend_tile(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t next, float* scratch) {
+static void attend_tile(const Attention& a, const QueryTile& tile, int64_t kv_head, const NextKeys& next, float* scratch) {
     const int64_t group = a.heads / a.cache.kv_heads, queries = tile.rows * group;
     const AttentionScratch<T> s(scratch, queries, a.cache.head_dim);
     const Partials part(s.split, s.room), total(s.total, s.room);
     load_queries(a, tile, kv_head, s);
-    const int64_t splits = tile.positions[tile.rows - 1] / kContextSplit + 1;
+    const int64_t context = tile.positions[tile.rows - 1] + 1, splits = (context - 1) / kContextSplit + 1;
     for (int64_t split = 0; split < splits; split++) {
-        sum_split(a, tile, kv_head, next, split, s);
+        const int64_t after = (split + 1) * kContextSplit;
+        sum_split(a, tile, kv_head, split, after < context ? NextKeys{tile.block_table, kv_head, after, context} : next, s);
         for (int64_t i = 0; i < queries; i++) {
             if (split == 0)
                 copy_partial(total, i, part, i, s.head);
@@ -339,34 +297,36 @@ static void attend_tile(const Attention& a, const QueryTile& tile, int64_t kv_he
     for (int64_t i = 0; i < queries; i++) write_output(a, tile, kv_head, i, total);
 }
 
-static void attend(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t kv_head_end, float* scratch) {
+static void attend(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t kv_head_end, const NextKeys& next,
+                   float* scratch) {
     for (; kv_head < kv_head_end; kv_head++) {
-        const int64_t next = kv_head + 1 < kv_head_end ? kv_head + 1 : -1;
+        const NextKeys next_head{tile.block_table, kv_head + 1, 0, tile.positions[tile.rows - 1] + 1};
+        const NextKeys& after = kv_head + 1 < kv_head_end ? next_head : next;
         if (a.cache.format == CacheFormat::f32)
-            attend_tile<float>(a, tile, kv_head, next, scratch);
+            attend_tile<float>(a, tile, kv_head, after, scratch);
         else
-            attend_tile<uint16_t>(a, tile, kv_head, next, scratch);
+            attend_tile<uint16_t>(a, tile, kv_head, after, scratch);
     }
 }
 
 template <class T>
-static void attend_tile_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split,
+static void attend_tile_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split, const NextKeys& next,
                               float* scratch, float* partials, int64_t partial_row, int64_t partial_rows) {
     const int64_t group = a.heads / a.cache.kv_heads, queries = tile.rows * group;
     const AttentionScratch<T> s(scratch, queries, a.cache.head_dim);
     load_queries(a, tile, kv_head, s);
-    sum_split(a, tile, kv_head, -1, split, s);
+    sum_split(a, tile, kv_head, split, next, s);
     const Partials to(partials, partial_rows * group), from(s.split, s.room);
     for (int64_t i = 0; i < queries; i++)
         if (sees(tile, i, group, split)) copy_partial(to, partial_row * group + i, from, i, s.head);
 }
 
-static void attend_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split, float* scratch,
-                         float* partials, int64_t partial_row, int64_t partial_rows) {
+static void attend_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split, const NextKeys& next,
+                         float* scratch, float* partials, int64_t partial_row, int64_t partial_rows) {
     if (a.cache.format == CacheFormat::f32)
-        attend_tile_split<float>(a, tile, kv_head, split, scratch, partials, partial_row, partial_rows);
+        attend_tile_split<float>(a, tile, kv_head, split, next, scratch, partials, partial_row, partial_rows);
     else
-        attend_tile_split<uint16_t>(a, tile, kv_head, split, scratch, partials, partial_row, partial_rows);
+        attend_tile_split<uint16_t>(a, tile, kv_head, split, next, scratch, partials, partial_row, partial_rows);
 }
 
 static void merge_splits(const Attention& a, const QueryTile& tile, int64_t kv_head, float* partials) {

@@ -43,29 +43,51 @@ struct AttentionScratch {
 
 // ---- repacking ----
 
-// Keys, or values, that a tile will need soon, fetched a few cells at a time while this one is repacked: all at once,
+// The cells of one kv head of a sequence.
+struct Cells {
+    CacheLayer cache;
+    const int32_t* block_table;
+    int64_t kv_head;
+
+    // How many bytes into the layer's keys, or values, the cell of a position is.
+    INLINE int64_t at(const Cells& c, int64_t position) {
+        const int64_t block = c.block_table[position / c.cache.block_size] * c.cache.kv_heads + c.kv_head;
+        return (block * c.cache.block_size + position % c.cache.block_size) * cell_bytes(c.cache.format, c.cache.head_dim);
+    }
+};
+
+// Keys, or values, that the thread will need soon, fetched a few cells at a time while it works on others: all at once,
 // they would fill the processor's queue for memory, and it would wait.
 struct CellsAhead {
-    const char* cells;  // of the layer
-    int64_t cell_bytes, head_bytes, block_bytes, block_size;
-    const int32_t* block_table;
-    int64_t head, position, end;
-    const char* at = nullptr;
-    int64_t in_block = 0;  // cells from `at` on
+    Cells cells;
+    const void* layer;
+    int64_t position, end;
+    const char* cell = nullptr;
+    int64_t in_block = 0;  // cells from `cell` on
 
     INLINE void some(CellsAhead& a, int64_t count) {
+        const int64_t bytes = cell_bytes(a.cells.cache.format, a.cells.cache.head_dim);
         for (; count > 0 && a.position < a.end; count--, a.position++) {
             if (a.in_block == 0) {
-                const int64_t offset = a.position % a.block_size;
-                a.at = a.cells + a.block_table[a.position / a.block_size] * a.block_bytes + a.head * a.head_bytes +
-                       offset * a.cell_bytes;
-                a.in_block = a.block_size - offset;
+                a.cell = static_cast<const char*>(a.layer) + Cells::at(a.cells, a.position);
+                a.in_block = a.cells.cache.block_size - a.position % a.cells.cache.block_size;
             }
-            for (int64_t i = 0; i < a.cell_bytes; i += 64) __builtin_prefetch(a.at + i, 0, 2);
-            a.at += a.cell_bytes;
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(a.cell + i, 0, 2);
+            a.cell += bytes;
             a.in_block--;
         }
     }
+};
+
+// The first tile of `next`, to be fetched while one of `count` keys is worked on: `each` cells for each of its keys.
+struct TileAhead {
+    CellsAhead keys, values;
+    int64_t each;
+
+    TileAhead(const CacheLayer& c, const NextKeys& next, int64_t count)
+        : keys{{c, next.block_table, next.kv_head}, c.keys, next.position, min_of(next.position + kKeyTile, next.end)},
+          values{keys.cells, c.values, keys.position, keys.end},
+          each((keys.end - keys.position + count - 1) / count) {}
 };
 
 // keys [from, from + count) of one kv head, within one block, into lanes [lane, …) of the tile; for each of them, fetches
@@ -105,6 +127,17 @@ INLINE void pack_values(const float* from, int64_t count, int64_t head_dim, floa
     }
 }
 
+#if defined(__AVX512BW__)
+// to[32][2] from 32 numbers of an even and of an odd key.
+INLINE void store_pairs(__m512i even, __m512i odd, uint16_t* to) {
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // so that what two halves of lanes give lies in order
+    even = _mm512_permutexvar_epi64(order, even);
+    odd = _mm512_permutexvar_epi64(order, odd);
+    store_as(to, _mm512_unpacklo_epi16(even, odd));
+    store_as(to + 32, _mm512_unpackhi_epi16(even, odd));
+}
+#endif
+
 INLINE void pack_values(const uint16_t* from, int64_t count, int64_t head_dim, uint16_t* values, int64_t head,
                         int64_t lane, CellsAhead& ahead, int64_t each) {
     for (int64_t j = 0; j < count;) {
@@ -113,9 +146,13 @@ INLINE void pack_values(const uint16_t* from, int64_t count, int64_t head_dim, u
         uint16_t* to = values + (lane + j) / 2 * head * 2;
         int64_t d = 0;
         if ((lane + j) % 2 == 0 && j + 1 < count) {  // a pair of keys
+#if defined(__AVX512BW__)
+            for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth)
+                store_pairs(load_as<__m512i>(row + d), load_as<__m512i>(row + head_dim + d), to + 2 * d);
+#endif
             for (; d + kWidth <= head_dim; d += kWidth) {
-                const vu even = __builtin_convertvector(load_as<vh>(row + d), vu);
-                const vu odd = __builtin_convertvector(load_as<vh>(row + head_dim + d), vu);
+                const vu even = zero_extend(load_as<vh>(row + d));
+                const vu odd = zero_extend(load_as<vh>(row + head_dim + d));
                 store_as(to + 2 * d, even | odd << 16);
             }
             for (; d < head_dim; d++) {
@@ -138,35 +175,26 @@ INLINE void clear_values(T* values, int64_t head, int64_t lane, int64_t end) {
     for (int64_t i = lane * head; i < end * head; i++) values[i] = 0;
 }
 
-// Fills scratch with keys [start, start + count) of the sequence, values followed by zeros up to the next key step.
-// Meanwhile fetches the tile after it, at the end of the context the first one of kv head `next`, if that is not −1.
+// Fills scratch with keys [start, start + count), values followed by zeros up to the next key step.
 template <class T>
-static void load_tile(const CacheLayer& c, const QueryTile& tile, int64_t kv_head, int64_t next, int64_t start,
-                      int64_t count, int64_t context, const AttentionScratch<T>& s) {
-    const char *keys = static_cast<const char*>(c.keys), *values = static_cast<const char*>(c.values);
-    const int64_t bytes = cell_bytes(c.format, c.head_dim), head_bytes = c.block_size * bytes;
-    const auto numbers = [&](const char* cells, [[maybe_unused]] int64_t cells_count) {
+static void load_tile(const Cells& cells, int64_t start, int64_t count, const AttentionScratch<T>& s, TileAhead& ahead) {
+    const CacheLayer& c = cells.cache;
+    const auto numbers = [&](const void* layer, int64_t at, [[maybe_unused]] int64_t cells_count) {
+        const char* from = static_cast<const char*>(layer) + at;
         if constexpr (sizeof(T) == 2)
             if (c.format == CacheFormat::int8) {
-                dequantize_cells(cells, cells_count, c.head_dim, s.cells);
+                dequantize_cells(from, cells_count, c.head_dim, s.cells);
                 return static_cast<const T*>(s.cells);
             }
-        return reinterpret_cast<const T*>(cells);
+        return reinterpret_cast<const T*>(from);
     };
-    const bool goes_on = start + kKeyTile < context;
-    const int64_t head = goes_on ? kv_head : next, first = goes_on ? start + kKeyTile : 0;
-    const int64_t end = head < 0 ? first : min_of(first + kKeyTile, context), each = (end - first + count - 1) / count;
-    CellsAhead keys_ahead{keys, bytes, head_bytes, c.kv_heads * head_bytes, c.block_size, tile.block_table, head, first, end};
-    CellsAhead values_ahead = keys_ahead;
-    values_ahead.cells = values;
     for (int64_t lane = 0; lane < count;) {
-        const int64_t position = start + lane, offset = position % c.block_size, in_block = c.block_size - offset;
-        const int64_t run = min_of(count - lane, in_block);
-        const int64_t at = (tile.block_table[position / c.block_size] * c.kv_heads + kv_head) * head_bytes + offset * bytes;
+        const int64_t position = start + lane, in_block = c.block_size - position % c.block_size;
+        const int64_t run = min_of(count - lane, in_block), at = Cells::at(cells, position);
         // The rest of the block, whatever is there: whole squares are faster, and scores of unseen keys go unused.
         const int64_t most = min_of(kKeyTile - lane, in_block);
-        pack_keys(numbers(keys + at, most), most, c.head_dim, s.keys, lane, keys_ahead, each);
-        pack_values(numbers(values + at, run), run, c.head_dim, s.values, s.head, lane, values_ahead, each);
+        pack_keys(numbers(c.keys, at, most), most, c.head_dim, s.keys, lane, ahead.keys, ahead.each);
+        pack_values(numbers(c.values, at, run), run, c.head_dim, s.values, s.head, lane, ahead.values, ahead.each);
         lane += run;
     }
     clear_values(s.values, s.head, count, rounded_up(count, kKeyStep));

@@ -32,6 +32,9 @@ namespace {
 #endif
 #include "kernels/matmul_table.inl"
 #include "kernels/attention_tile.inl"
+#if defined(__AMX_BF16__)
+#include "kernels/attention_amx.inl"
+#endif
 #include "kernels/attention.inl"
 
 }  // namespace

@@ -133,6 +133,13 @@ struct QueryTile {
     const int32_t* block_table;  // physical blocks of the (first) sequence
 };
 
+// Keys [position, end) of a kv head, the first of which the thread is likely to read after a call: they are fetched
+// meanwhile. None: {}.
+struct NextKeys {
+    const int32_t* block_table;
+    int64_t kv_head, position, end;
+};
+
 struct Attention {
     CacheLayer cache;
     const float* q;  // [rows][q_stride]
@@ -172,10 +179,10 @@ struct Kernels {
     void (*rope_and_store)(const RopeAndStore&, int64_t row, int64_t row_end);
 
     // The tile's rows over all their keys: the query heads of kv heads [kv_head, kv_head_end).
-    void (*attend)(const Attention&, const QueryTile&, int64_t kv_head, int64_t kv_head_end, float* scratch);
+    void (*attend)(const Attention&, const QueryTile&, int64_t kv_head, int64_t kv_head_end, const NextKeys&, float* scratch);
     // One kv head over split number `split` only, into partials of partial_size floats for `partial_rows` rows × heads of
     // a group, the tile's from row partial_row on. A row that sees no key of the split leaves its partial unwritten.
-    void (*attend_split)(const Attention&, const QueryTile&, int64_t kv_head, int64_t split, float* scratch,
+    void (*attend_split)(const Attention&, const QueryTile&, int64_t kv_head, int64_t split, const NextKeys&, float* scratch,
                          float* partials, int64_t partial_row, int64_t partial_rows);
     // Merges the partials of the splits, which lie one after the other, in order and writes out: bit for bit what
     // attend does. Overwrites the partials of split 0.

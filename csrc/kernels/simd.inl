@@ -141,7 +141,16 @@ INLINE vf load_part(const float* from, int64_t n) {
     return load_as<vf>(lane);
 }
 
-INLINE vf widen(vh v) { return (vf)(__builtin_convertvector(v, vu) << 16); }
+// (The compiler takes halves apart to convert 16 of them.)
+INLINE vu zero_extend(vh v) {
+#if defined(__AVX512F__)
+    return (vu)_mm512_cvtepu16_epi32((__m256i)v);
+#else
+    return __builtin_convertvector(v, vu);
+#endif
+}
+
+INLINE vf widen(vh v) { return (vf)(zero_extend(v) << 16); }
 
 // To bfloat16, round to nearest even; NaN stays NaN.
 INLINE vh narrow(vf v) {

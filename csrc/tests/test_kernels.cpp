@@ -242,7 +242,7 @@ void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim
     Floats out(q.size());
     Attention job{cache.layer(), q.data(), stride, heads, .3f, Number::f32, out.data(), stride};
     const QueryTile tile{0, rows, positions.data(), cache.table.data()};
-    kernels.attend(job, tile, 0, kv_heads, scratch.data());
+    kernels.attend(job, tile, 0, kv_heads, {}, scratch.data());
 
     // But with a float32 cache, queries are rounded to bfloat16, and so are the weights, which the tolerance is for.
     const auto query = [&](int64_t i) { return half ? widen(narrow(q[static_cast<size_t>(i)])) : q[static_cast<size_t>(i)]; };
@@ -270,13 +270,13 @@ void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim
     job.out = by_row.data();
     for (int64_t r = 0; r < rows; r++)
         for (int64_t head = 0; head < kv_heads; head++)
-            kernels.attend(job, {r, 1, positions.data() + r, cache.table.data()}, head, head + 1, scratch.data());
+            kernels.attend(job, {r, 1, positions.data() + r, cache.table.data()}, head, head + 1, {}, scratch.data());
     job.out = by_split.data();
     const int64_t splits = positions.back() / kContextSplit + 1, partial = rows * group * partial_size(head_dim);
     Floats partials(static_cast<size_t>(splits * partial), kNan);
     for (int64_t head = 0; head < kv_heads; head++) {
         for (int64_t split = splits - 1; split >= 0; split--)
-            kernels.attend_split(job, tile, head, split, scratch.data(), partials.data() + split * partial, 0, rows);
+            kernels.attend_split(job, tile, head, split, {}, scratch.data(), partials.data() + split * partial, 0, rows);
         kernels.merge_splits(job, tile, head, partials.data());
     }
     CHECK(by_row == out);

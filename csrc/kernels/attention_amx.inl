@@ -1,0 +1,204 @@
+// Attention's products on AMX tiles, as attention.inl uses them. Part of kernels.cpp.
+
+// out[rows][columns] (+)= a · b for up to 16 rows; k and columns round up to 32 and 16. Tile 4 has rows of a, 6 and 7 of
+// b, 0 … 3 sums.
+template <bool Add>
+INLINE void multiply_tiles(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, float* out,
+                           int64_t ldo, int64_t columns) {
+    memory_is_read();
+    const int64_t steps = (k + 31) / 32, a_bytes = lda * 2, b_bytes = ldb * 4, out_bytes = ldo * 4;
+    int64_t i = 0;
+    for (; i + 48 < columns; i += 64) {
+        float* to = out + i;
+        if (Add) {
+            _tile_loadd(0, to, out_bytes);
+            _tile_loadd(1, to + 16, out_bytes);
+            _tile_loadd(2, to + 32, out_bytes);
+            _tile_loadd(3, to + 48, out_bytes);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (int64_t step = 0; step < steps; step++) {
+            const uint16_t* from = b + 2 * (step * 16 * ldb + i);
+            _tile_loadd(4, a + step * 32, a_bytes);
+            _tile_loadd(6, from, b_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, from + 32, b_bytes);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(6, from + 64, b_bytes);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_loadd(7, from + 96, b_bytes);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+        _tile_stored(0, to, out_bytes);
+        _tile_stored(1, to + 16, out_bytes);
+        _tile_stored(2, to + 32, out_bytes);
+        _tile_stored(3, to + 48, out_bytes);
+    }
+    for (; i < columns; i += 16) {
+        if (Add)
+            _tile_loadd(0, out + i, out_bytes);
+        else
+            _tile_zero(0);
+        for (int64_t step = 0; step < steps; step++) {
+            _tile_loadd(4, a + step * 32, a_bytes);
+            _tile_loadd(6, b + 2 * (step * 16 * ldb + i), b_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, out + i, out_bytes);
+    }
+    memory_is_read();
+}
+
+template <bool Add>
+INLINE void multiply(int64_t, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, float* out,
+                     int64_t ldo, int64_t columns) {
+    multiply_tiles<Add>(a, lda, b, ldb, k, out, ldo, columns);
+}
+
+// ---- few queries, in place ----
+//
+// For a group of queries (a decoding row's heads) nothing is gained by repacking a tile for others. Keys times queries,
+// rather than queries times keys, takes the keys as they lie in the cache, 16 cells to a tile register; a product is the
+// same bits whichever factor comes first, and so are its sums. Values are interleaved by pairs, 32 at a time, just before
+// they are used, so that they stay in the first cache.
+//
+// Tiles 0 … 3 are for sums of weighted values and 4 for weights, with a row for each query; 5 … 7 have 16 rows.
+
+// The keys [start, start + count) of a kv head: from a multiple of kKeyTile on.
+struct KeysInPlace {
+    Cells cells;
+    int64_t start, count;
+};
+
+INLINE bool reads_in_place(const CacheLayer& c, int64_t queries) {
+    return c.format == CacheFormat::bf16 && queries <= kGroupQueries && c.head_dim % 32 == 0 && c.block_size % 16 == 0;
+}
+
+// Where the queries wait as columns, [head / 2][16][2]; and 32 values by pairs, [16][64][2], twice.
+INLINE uint16_t* query_columns(const AttentionScratch<uint16_t>& s) { return s.values; }
+INLINE uint16_t* value_pairs(const AttentionScratch<uint16_t>& s, int64_t turn) { return s.keys + turn % 2 * (32 * 64); }
+
+static void configure_in_place(int64_t queries, const AttentionScratch<uint16_t>& s) {
+    TileConfig config;
+    for (int tile = 0; tile < 8; tile++) {
+        config.row_bytes[tile] = 64;
+        config.rows[tile] = static_cast<uint8_t>(tile < 5 ? queries : 16);
+    }
+    configure(config);
+    for (int64_t w = 0; w < s.head / 2; w += kWidth) {
+        vf square[kWidth];
+        UNROLL
+        for (int i = 0; i < kWidth; i++) square[i] = load_as<vf>(s.queries + i * s.head + 2 * w);
+        transpose(square);
+        UNROLL
+        for (int i = 0; i < kWidth; i++) store_as(query_columns(s) + (w + i) * 32, square[i]);
+    }
+}
+
+// rows[q][0 … 15] = square[0 … 15][q] for the first queries, rounded up to four.
+INLINE void columns_to_rows(const float* square, int64_t queries, float* rows) {
+    for (int64_t q = 0; q < queries; q += 4) {
+        __m512 quarter[4];  // number j has rows j, 4 + j, 8 + j and 12 + j of four columns
+        UNROLL
+        for (int j = 0; j < 4; j++) {
+            const float* from = square + j * 16 + q;
+            quarter[j] = _mm512_castps128_ps512(_mm_loadu_ps(from));
+            quarter[j] = _mm512_mask_broadcast_f32x4(quarter[j], 0x00f0, _mm_loadu_ps(from + 4 * 16));
+            quarter[j] = _mm512_mask_broadcast_f32x4(quarter[j], 0x0f00, _mm_loadu_ps(from + 8 * 16));
+            quarter[j] = _mm512_mask_broadcast_f32x4(quarter[j], 0xf000, _mm_loadu_ps(from + 12 * 16));
+        }
+        const __m512d a = (__m512d)_mm512_unpacklo_ps(quarter[0], quarter[1]), b = (__m512d)_mm512_unpackhi_ps(quarter[0], quarter[1]);
+        const __m512d c = (__m512d)_mm512_unpacklo_ps(quarter[2], quarter[3]), d = (__m512d)_mm512_unpackhi_ps(quarter[2], quarter[3]);
+        float* to = rows + q * kKeyTile;
+        store(to, (vf)_mm512_unpacklo_pd(a, c));
+        store(to + kKeyTile, (vf)_mm512_unpackhi_pd(a, c));
+        store(to + 2 * kKeyTile, (vf)_mm512_unpacklo_pd(b, d));
+        store(to + 3 * kKeyTile, (vf)_mm512_unpackhi_pd(b, d));
+    }
+}
+
+// s.scores[queries][kKeyTile] of the keys; those beyond the last one mean nothing.
+INLINE void score_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>& s, int64_t queries, TileAhead& ahead) {
+    float* squares = s.scores + kGroupQueries * kKeyTile;  // [kKeyTile][16]
+    const int64_t steps = s.head / 32, bytes = s.head * 2;
+    memory_is_read();
+    for (int64_t key = 0; key < k.count; key += 16) {
+        const char* keys = static_cast<const char*>(k.cells.cache.keys) + Cells::at(k.cells, k.start + key);
+        _tile_zero(7);
+        for (int64_t step = 0; step < steps; step++) {
+            _tile_loadd(5, keys + step * 64, bytes);
+            _tile_loadd(6, query_columns(s) + step * 512, 64);
+            _tile_dpbf16ps(7, 5, 6);
+            CellsAhead::some(ahead.keys, (16 * ahead.each + steps - 1) / steps);
+        }
+        _tile_stored(7, squares + key * 16, 64);
+    }
+    memory_is_read();
+    for (int64_t key = 0; key < k.count; key += 16) columns_to_rows(squares + key * 16, queries, s.scores + key);
+}
+
+// Values `first` … first + 31, columns [column, column + 64) as far as there are any, by pairs to `to` [16][64][2].
+INLINE void pair_values(const KeysInPlace& k, int64_t first, int64_t column, int64_t head, uint16_t* to, TileAhead& ahead) {
+    const int64_t columns = min_of(64, head - column), left = k.count - first;
+    for (int64_t key = 0; key < 32; key += 16) {
+        if (key >= left) {
+            for (int64_t i = key * 64; i < 32 * 64; i += 2 * kWidth) store_as(to + i, vi{});
+            return;
+        }
+        const char* cell = static_cast<const char*>(k.cells.cache.values) + Cells::at(k.cells, k.start + first + key) + 2 * column;
+        for (int64_t i = key; i < key + 16; i += 2, cell += 4 * head) {
+            uint16_t* pair = to + i * 64;
+            const auto* even = reinterpret_cast<const uint16_t*>(cell);
+            for (int64_t d = 0; d < columns; d += 32) {
+                const __m512i a = i < left ? load_as<__m512i>(even + d) : __m512i{};
+                const __m512i b = i + 1 < left ? load_as<__m512i>(even + head + d) : __m512i{};
+                store_pairs(a, b, pair + 2 * d);
+            }
+            CellsAhead::some(ahead.values, 2 * ahead.each);
+        }
+    }
+}
+
+// p.values += s.weights · the keys' values, for all queries.
+INLINE void add_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>& s, const Partials& p, TileAhead& ahead) {
+    const int64_t row_bytes = s.head * 4;
+    for (int64_t column = 0; column < s.head; column += 64) {
+        const bool wide = column + 32 < s.head;
+        float* sums = p.values + column;
+        pair_values(k, 0, column, s.head, value_pairs(s, 0), ahead);
+        memory_is_read();
+        _tile_loadd(0, sums, row_bytes);
+        _tile_loadd(1, sums + 16, row_bytes);
+        if (wide) {
+            _tile_loadd(2, sums + 32, row_bytes);
+            _tile_loadd(3, sums + 48, row_bytes);
+        }
+        for (int64_t key = 0; key < k.count; key += 32) {
+            // The next pairs first: these ones are on their way to where tile registers load from.
+            if (key + 32 < k.count) pair_values(k, key + 32, column, s.head, value_pairs(s, key / 32 + 1), ahead);
+            memory_is_read();
+            const uint16_t* values = value_pairs(s, key / 32);
+            _tile_loadd(4, s.weights + key, kKeyTile * 2);
+            _tile_loadd(5, values, 256);
+            _tile_dpbf16ps(0, 4, 5);
+            _tile_loadd(6, values + 32, 256);
+            _tile_dpbf16ps(1, 4, 6);
+            if (!wide) continue;
+            _tile_loadd(5, values + 64, 256);
+            _tile_dpbf16ps(2, 4, 5);
+            _tile_loadd(6, values + 96, 256);
+            _tile_dpbf16ps(3, 4, 6);
+        }
+        _tile_stored(0, sums, row_bytes);
+        _tile_stored(1, sums + 16, row_bytes);
+        if (wide) {
+            _tile_stored(2, sums + 32, row_bytes);
+            _tile_stored(3, sums + 48, row_bytes);
+        }
+        memory_is_read();
+    }
+}
