@@ -234,7 +234,7 @@ static void unpack_panel(const char* from, int64_t groups, char* to) {
 
 // acc += what a group of the packed matrix and of 16 rows adds; sums [16][16] of the products.
 template <bool Four_bits>
-INLINE void add_group(const int32_t* sums, const char* x_scales, int64_t x_bytes, const uint16_t* scales, vf (&acc)[16]) {
+INLINE void scale_group(const int32_t* sums, const char* x_scales, int64_t x_bytes, const uint16_t* scales, vf (&acc)[16]) {
     const vf scale = widen_half(scales), minimum = Four_bits ? widen_half(scales + kPanel) : vf{};
     UNROLL
     for (int r = 0; r < 16; r++) {
@@ -266,7 +266,7 @@ static void int_block(const Matmul& m, const char* x, const char* panel, const c
             }
             if (at == 0) continue;
             const int64_t g = planes == 1 ? at - 1 : (at - 1) / 2, plane = planes == 1 ? 0 : (at - 1) % 2;
-            add_group<Four_bits>(sums[(at - 1) % 2], reinterpret_cast<const char*>(row_scales(x, groups, plane) + g),
+            scale_group<Four_bits>(sums[(at - 1) % 2], reinterpret_cast<const char*>(row_scales(x, groups, plane) + g),
                                  m.x_bytes, reinterpret_cast<const uint16_t*>(scales + g * group_bytes), acc);
         }
         UNROLL

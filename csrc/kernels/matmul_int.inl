@@ -65,61 +65,72 @@ INLINE vi dot(vi acc, vu w, const Four& x) {
 
 constexpr int64_t kGroupBytes8 = kPanel * (kGroup + 2), kGroupBytes4 = kPanel * (kGroup / 2 + 4);
 
-// Rows that a tile has: the accumulators, and as many integer ones.
+// Rows that a tile has, and vectors of outputs at a time: a float and an integer accumulator for each.
 constexpr int kIntRows = kWidth == 16 ? 6 : kWidth == 8 ? 2 : 1;
+constexpr int kIntVectors = 2;
+
+// sum[r][v] += Σ of a group of 32: weights [kGroup / 4][kPanel][4], or half as many bytes with 4 bits; rows of x are
+// `stride` bytes apart.
+template <int R, bool Four_bits>
+INLINE void add_group(const char* weights, const char* x, int64_t stride, vi (&sum)[R][kIntVectors]) {
+    const auto quants = [&](int r, int i) { return reinterpret_cast<const Quant*>(x + r * stride) + i; };
+    // A loop, not unrolled: the compiler would load all of x for all of it first, and put it on the stack.
+#pragma GCC unroll 1
+    for (int i = 0; i < (Four_bits ? 4 : 8); i++) {
+        vu w[kIntVectors];
+        UNROLL
+        for (int v = 0; v < kIntVectors; v++) w[v] = load_as<vu>(weights + (i * kPanel + v * kWidth) * 4);
+        UNROLL
+        for (int r = 0; r < R; r++) {
+            const Four low = four(quants(r, 4 * i));
+            UNROLL
+            for (int v = 0; v < kIntVectors; v++) sum[r][v] = dot(sum[r][v], Four_bits ? w[v] & 0x0f0f0f0fu : w[v], low);
+        }
+        if (!Four_bits) continue;
+        UNROLL
+        for (int r = 0; r < R; r++) {
+            const Four high = four(quants(r, kGroup / 2 + 4 * i));
+            UNROLL
+            for (int v = 0; v < kIntVectors; v++) sum[r][v] = dot(sum[r][v], (w[v] >> 4) & 0x0f0f0f0fu, high);
+        }
+    }
+}
 
 template <int R, bool Four_bits>
 static void int_tile(const Matmul& m, const char* x, const char* panel, float* tile, Fetch& fetch) {
-    constexpr int V = kWidth == 4 ? 2 : kPanelVectors;  // vectors of outputs at a time
-    const int64_t groups = (m.k + kGroup - 1) / kGroup;
-    for (int64_t output = 0; output < kPanel; output += V * kWidth) {
-        vf acc[R][V] = {};
+    const int64_t groups = (m.k + kGroup - 1) / kGroup, stride = m.x_bytes;
+    for (int64_t output = 0; output < kPanel; output += kIntVectors * kWidth) {
+        vf acc[R][kIntVectors] = {};
         for (int64_t at = 0; at < groups * m.planes; at++) {
             const int64_t g = m.planes == 1 ? at : at / 2, plane = m.planes == 1 ? 0 : at % 2;
-            const Quant* a[R];
-            const GroupScale* a_scale[R];
-            UNROLL
-            for (int r = 0; r < R; r++) {
-                a[r] = row_quants(x + r * m.x_bytes, groups, plane) + g * kGroup;
-                a_scale[r] = row_scales(x + r * m.x_bytes, groups, plane) + g;
-            }
+            const char* quants = reinterpret_cast<const char*>(row_quants(x, groups, plane) + g * kGroup);
+            const char* x_scales = reinterpret_cast<const char*>(row_scales(x, groups, plane) + g);
+            const auto x_scale = [&](int r) { return reinterpret_cast<const GroupScale*>(x_scales + r * stride); };
             Fetch::some(fetch);
             const char* group = panel + g * (Four_bits ? kGroupBytes4 : kGroupBytes8);
-            const auto* scales = reinterpret_cast<const uint16_t*>(group + kPanel * (Four_bits ? kGroup / 2 : kGroup));
+            vi sum[R][kIntVectors];
             UNROLL
-            for (int v = 0; v < V; v++) {
-                const int64_t lane = output + v * kWidth;
-                vi sum[R];
+            for (int r = 0; r < R; r++)
                 UNROLL
-                for (int r = 0; r < R; r++) sum[r] = Four_bits ? vi{} : splat(a_scale[r]->offset);
-                UNROLL
-                for (int i = 0; i < (Four_bits ? 4 : 8); i++) {
-                    const vu w = load_as<vu>(group + (i * kPanel + lane) * 4);
-                    UNROLL
-                    for (int r = 0; r < R; r++) {
-                        if (Four_bits) {
-                            sum[r] = dot(sum[r], w & 0x0f0f0f0fu, four(a[r] + 4 * i));
-                            sum[r] = dot(sum[r], (w >> 4) & 0x0f0f0f0fu, four(a[r] + 16 + 4 * i));
-                        } else {
-                            sum[r] = dot(sum[r], w, four(a[r] + 4 * i));
-                        }
-                    }
-                }
-                const vf scale = widen_half(scales + lane);
+                for (int v = 0; v < kIntVectors; v++) sum[r][v] = Four_bits ? vi{} : splat(x_scale(r)->offset);
+            add_group<R, Four_bits>(group + output * 4, quants, stride, sum);
+            const auto* scales = reinterpret_cast<const uint16_t*>(group + kPanel * (Four_bits ? kGroup / 2 : kGroup)) + output;
+            UNROLL
+            for (int v = 0; v < kIntVectors; v++) {
+                const vf scale = widen_half(scales + v * kWidth);
                 UNROLL
                 for (int r = 0; r < R; r++)
-                    acc[r][v] = fma(__builtin_convertvector(sum[r], vf), scale * a_scale[r]->scale, acc[r][v]);
+                    acc[r][v] = fma(__builtin_convertvector(sum[r][v], vf), scale * x_scale(r)->scale, acc[r][v]);
                 if (!Four_bits) continue;
-                const vf minimum = widen_half(scales + kPanel + lane);
+                const vf minimum = widen_half(scales + kPanel + v * kWidth);
                 UNROLL
-                for (int r = 0; r < R; r++)
-                    acc[r][v] = fma(minimum, splat(a_scale[r]->sum), acc[r][v]);
+                for (int r = 0; r < R; r++) acc[r][v] = fma(minimum, splat(x_scale(r)->sum), acc[r][v]);
             }
         }
         UNROLL
         for (int r = 0; r < R; r++)
             UNROLL
-            for (int v = 0; v < V; v++) store(tile + r * kPanel + output + v * kWidth, acc[r][v]);
+            for (int v = 0; v < kIntVectors; v++) store(tile + r * kPanel + output + v * kWidth, acc[r][v]);
     }
 }
 
