@@ -328,6 +328,8 @@ void test_isa(const Kernels& kernels) {
             for (int64_t context : {1, 63, 65, 520, 1100}) test_attention(kernels, block_size, 20, context, format);
         test_attention(kernels, 48, 64, 1030, format);
         test_attention(kernels, 16, 128, 130, format);
+        test_attention(kernels, 16, 96, 200, format);
+        test_attention(kernels, 32, 32, 77, format);
         test_attention(kernels, 7, 3, 70, format);
     }
     std::fprintf(stderr, "%s: %s\n", kernels.isa, check::failures() == before ? "good" : "BAD");
