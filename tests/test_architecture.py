@@ -52,7 +52,7 @@ LATE_IMPORTS = {
     ("minivllm.server.cli", "minivllm.server.run_batch"),
     ("minivllm.server.cli", "minivllm.server.batch_file"),
     ("minivllm.server.cli", "minivllm.server.settings"),
-    # They need httpx and matplotlib.
+    # They need aiohttp and matplotlib.
     ("minivllm.bench.serving.cli", "minivllm.bench.serving.client"),
     ("minivllm.bench.serving.cli", "minivllm.bench.serving.load"),
     ("minivllm.bench.serving.cli", "minivllm.bench.serving.plot"),
@@ -82,8 +82,9 @@ OUTSIDERS = {
     "huggingface_hub": {"minivllm.models.registry", "minivllm.text.hf_tokenizer"},
     "rich": {"minivllm.llm", "minivllm.bench.memory.report", *CLIS},
     "typer": {"minivllm.cli_options", *CLIS},
-    "httpx": {"minivllm.bench.serving.client"},
+    "aiohttp": {"minivllm.bench.serving.client"},
     **{name: {"minivllm.server"} for name in SERVER_PACKAGES},
+    "pydantic_core": {"minivllm.server", "minivllm.bench.serving.client"},
 }
 #: `_core` holds the allocator, the decoder and the machine's limits; each has one face.
 CORE_USERS = {"minivllm.block_allocator.native", "minivllm.executors.native", "minivllm.bench.machine"}

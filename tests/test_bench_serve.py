@@ -6,21 +6,24 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from helpers_server import MODEL, live_server
 
 from minivllm.bench.serving.client import Client, Endpoint
 from minivllm.bench.serving.figures import Figures, Spread, Trace, parse_goals
-from minivllm.bench.serving.load import measure_server, run_load
+from minivllm.bench.serving.load import ServeReport, measure_server, run_load
 from minivllm.bench.serving.plot import save_plot
 from minivllm.bench.serving.workload import Planned, Workload, words
 from minivllm.errors import ConfigError
+
+T = TypeVar("T")
 
 # --- figures ---
 
@@ -200,8 +203,8 @@ def test_requests_leave_when_they_are_due_and_there_is_room() -> None:
 # --- the client, against a server whose clock it reads ---
 
 
-class Scripted(httpx.AsyncBaseTransport):
-    """A tiny OpenAI server without a network; its clock goes on as it sends.
+class Scripted:
+    """A tiny OpenAI server, whose clock goes on as it sends: no faster than the client reads it.
 
     Args:
         script: the events of each answer, and the seconds that pass before each. Bytes are sent as they are.
@@ -215,42 +218,55 @@ class Scripted(httpx.AsyncBaseTransport):
         refused: Sequence[str] = (),
         tokens: Callable[[int], int] | None = lambda num_words: 3 * num_words + 20,
     ) -> None:
-        self.now = 100.0
         self.bodies: list[Any] = []
-        self.headers: list[httpx.Headers] = []
+        self.headers: list[Any] = []
+        self._now = 100.0
         self._script = script
         self._refused = refused
         self._tokens = tokens
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    def clock(self) -> float:
+        self._read.set()
+        return self._now
+
+    async def use(self, do: Callable[[Client], Awaitable[T]], endpoint: Endpoint, model: str | None) -> T:
+        """What is done with a client of this server."""
+        self._read = asyncio.Event()  # the clock, since the last event
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/{endpoint:.*}", self._answer)
+        async with TestServer(app) as server:
+            return await do(Client(f"{server.make_url('/v1/')}", model, endpoint, "key", clock=self.clock))
+
+    async def _models(self, request: web.Request) -> web.Response:
         self.headers.append(request.headers)
-        if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "fake"}]})
-        body = json.loads(await request.aread())
-        self.bodies.append((request.url.path, body))
+        return web.json_response({"data": [{"id": "fake"}]})
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.headers.append(request.headers)
+        body = await request.json()
+        self.bodies.append((request.path, body))
         for name in self._refused:
             if name in body:
-                return httpx.Response(400, json={"error": {"message": f"no {name} here"}})
-        return httpx.Response(200, stream=_Events(self._events(body)))
+                return web.json_response({"error": {"message": f"no {name} here"}}, status=400)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for seconds, event in self._events(body):
+            self._now += seconds
+            self._read.clear()
+            await response.write(event)
+            await self._read.wait()
+        return response
 
-    async def _events(self, body: Any) -> AsyncIterator[bytes]:
+    def _events(self, body: Any) -> Iterator[tuple[float, bytes]]:
         text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
         for seconds, event in self._script:
-            self.now += seconds
             if event == "usage":
                 if self._tokens is None:
                     continue
                 prompt = self._tokens(len(text.split()))
                 event = {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": 4}}
-            yield event if isinstance(event, bytes) else b"data: %s\n\n" % json.dumps(event).encode()
-
-
-class _Events(httpx.AsyncByteStream):
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
-        self._events = events
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._events
+            yield seconds, event if isinstance(event, bytes) else b"data: %s\n\n" % json.dumps(event).encode()
 
 
 def text(piece: str) -> dict[str, Any]:
@@ -269,13 +285,12 @@ CHAT = [(0.25, delta(role="assistant", content="")), (0.25, delta(reasoning_cont
 
 
 def ask(server: Scripted, endpoint: Endpoint = "completions", request: Planned | None = None) -> Trace:
-    async def run() -> Trace:
-        client = Client("http://fake/v1/", None, endpoint, "key", clock=lambda: server.now, transport=server)
+    async def prepare_and_ask(client: Client) -> Trace:
         async with client:
             await client.prepare()
             return await client.ask(request or Planned(0.0, 320, 4, 5))
 
-    return asyncio.run(run())
+    return asyncio.run(server.use(prepare_and_ask, endpoint, None))
 
 
 @pytest.mark.parametrize(
@@ -336,34 +351,38 @@ def len_plus_one(num_words: int) -> int:
     ],
 )  # fmt: skip
 def test_streams_that_break(script: Any, words: str) -> None:
-    async def run() -> Trace:
-        async with Client("http://fake", "m", "completions", transport=Scripted(script)) as client:
+    async def send(client: Client) -> Trace:
+        async with client:
             return await client.send("a", 1)
 
-    trace = asyncio.run(run())
+    trace = asyncio.run(Scripted(script).use(send, "completions", "m"))
     assert trace.error is not None and words in trace.error
     with pytest.raises(ConfigError, match="does not answer a first request"):
         ask(Scripted(script))
 
 
 def test_servers_that_are_none() -> None:
-    def prepare(url: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        async def run() -> None:
-            async with Client(url, None, "chat", transport=transport) as client:
-                await client.prepare()
+    async def prepare(url: str) -> None:
+        async with Client(url, None, "chat") as client:
+            await client.prepare()
 
-        asyncio.run(run())
+    async def prepare_with(answer: Any) -> None:
+        async def models(_: web.Request) -> web.Response:
+            return web.json_response(answer, status=418)
 
-    for url in ("", "127.0.0.1:8000", "ftp://x", "http://"):
+        app = web.Application()
+        app.router.add_get("/v1/models", models)
+        async with TestServer(app) as server:
+            await prepare(str(server.make_url("")))
+
+    for url in ("", "127.0.0.1:8000", "ftp://x", "http://", "http://x:99999", "http://[::"):
         with pytest.raises(ConfigError, match="is no address"):
-            prepare(url)
+            asyncio.run(prepare(url))
     with pytest.raises(ConfigError, match="cannot be reached"):
-        prepare("http://127.0.0.1:9")
+        asyncio.run(prepare("http://127.0.0.1:9"))
     for answer in ({}, {"data": []}, [], {"error": "who are you?"}):
         with pytest.raises(ConfigError, match="names no model: 418"):
-            prepare(
-                "http://x", httpx.MockTransport(lambda _, answer=answer: httpx.Response(418, json=answer))
-            )
+            asyncio.run(prepare_with(answer))
 
 
 # --- a whole measurement of our own server ---
@@ -418,18 +437,17 @@ def test_a_picture_of_nothing_and_one_that_cannot_be_written(tmp_path: Path) -> 
     script = [(0.0, {"error": {"message": "x"}}), DONE]
     good = Scripted(COMPLETION)
 
-    async def run(server: Scripted) -> Any:
-        client = Client("http://fake", "m", "completions", clock=lambda: server.now, transport=server)
+    async def measure(client: Client) -> tuple[ServeReport, list[Trace]]:
         return await measure_server(client, Workload(2), 0, {"ttft": 5.0}, lambda: None)
 
-    report, traces = asyncio.run(run(good))
+    report, traces = asyncio.run(good.use(measure, "completions", "m"))
     for trace in traces:
         trace.error = "x"
     save_plot(report, traces, tmp_path / "a.png")
     with pytest.raises(ConfigError, match="cannot be written"):
         save_plot(report, traces, tmp_path / "nowhere" / "a.png")
     with pytest.raises(ConfigError, match="does not answer a first request: x"):
-        asyncio.run(run(Scripted(script)))
+        asyncio.run(Scripted(script).use(measure, "completions", "m"))
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``mini-vllm bench serve``: options and the table. httpx and matplotlib are loaded when they are needed."""
+"""``mini-vllm bench serve``: options and the table. aiohttp and matplotlib are loaded when needed."""
 
 import asyncio
 import json
