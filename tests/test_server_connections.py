@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import h11
 import httpx
 import pytest
 from helpers_models import write_tiny_model
@@ -155,3 +156,30 @@ def test_of_two_servers_on_one_port_the_second_says_which() -> None:
         f"listen(ServerSettings('m', port={port}))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)  # it is free again
+
+
+@pytest.mark.parametrize("request_line", [b"GET / HTTP/1.1", b"GET / HTTP/1.0", b"HEAD / HTTP/1.1"])
+@pytest.mark.parametrize("headers", [[], [(b"content-length", b"14")]])
+def test_the_short_way_for_pieces_is_h11s(request_line: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    """Two answers on one connection, where it goes on: the first in pieces, the second of a known length."""
+    pieces = [b"", b""] if request_line.startswith(b"HEAD") else [b"data: a\n\n", b"", b"\xff" * 5]
+
+    def answered(connection: h11.Connection) -> list[bytes | None]:
+        sent: list[bytes | None] = []
+        for framing in (headers, [(b"content-length", b"2")]):
+            connection.receive_data(request_line + b"\r\nhost: x\r\n\r\n")
+            assert type(connection.next_event()) is h11.Request
+            assert type(connection.next_event()) is h11.EndOfMessage
+            sent.append(connection.send(h11.Response(status_code=200, headers=framing, reason=b"OK")))
+            body = pieces if framing is headers else [piece[:2] for piece in pieces[:1]]
+            sent += [connection.send(h11.Data(data=piece)) for piece in body]
+            sent.append(connection.send(h11.EndOfMessage()))
+            if connection.our_state is not h11.DONE:
+                break
+            connection.start_next_cycle()
+        return sent
+
+    expected = answered(h11.Connection(h11.SERVER))
+    assert answered(connections.Framing(h11.SERVER)) == expected
+    with pytest.raises(h11.LocalProtocolError):
+        connections.Framing(h11.SERVER).send(h11.Data(data=b"before any answer"))

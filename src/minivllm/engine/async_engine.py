@@ -337,8 +337,7 @@ class Answers:
             times = self._times[output.request_id]
             if observer is not None:
                 observer.output(output, times, now)
-            num_new = sum(len(completion.token_ids) for completion in output.outputs)
-            if num_new:
+            if num_new := output.num_tokens:
                 times.num_tokens += num_new
                 times.last_token_at = now
                 times.first_token_at = times.first_token_at or now

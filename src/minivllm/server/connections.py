@@ -59,10 +59,32 @@ class Listener(socket.socket):
         raise ConnectionAbortedError
 
 
+class Framing(h11.Connection):
+    """h11's, with a short way for what a stream is made of: a piece of a body that goes out in chunks.
+
+    Such a piece changes nothing about the connection's state, which h11 takes 4 µs to find out.
+    """
+
+    _in_chunks = False  # the body that is being sent
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        """h11's: the bytes of an event, which come next in the answer."""
+        if type(event) is h11.Data and event.data and self._in_chunks and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        output = super().send(event)
+        if type(event) is h11.Response and output is not None:
+            self._in_chunks = b"\r\ntransfer-encoding: chunked\r\n" in output.lower()
+        return output
+
+
 class Connection(H11Protocol):
     """uvicorn's HTTP/1.1, with a deadline for a request's head, and errors in the API's shape."""
 
     _deadline: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = Framing(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """asyncio's."""

@@ -4,7 +4,6 @@ What the answers look like is a ``Format``'s.
 """
 
 import asyncio
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from minivllm.engine.outputs import CompletionOutput, RequestOutput
@@ -86,7 +86,7 @@ class TokenCount:
             self._seen.add(output.request_id)
             self.prompt += len(output.prompt_token_ids)
             self.cached += output.num_cached_tokens
-        self.completion += sum(len(completion.token_ids) for completion in output.outputs)
+        self.completion += output.num_tokens
 
     def usage(self) -> Usage:
         """As OpenAI has it."""
@@ -177,7 +177,7 @@ def finish_reason(completion: CompletionOutput) -> FinishReason | None:
 
 async def _send_events(send: Send, chunks: Seq[Mapping[str, Any]]) -> None:
     if chunks:
-        body = b"".join(_event(chunk) for chunk in chunks)
+        body = b"".join(map(_event, chunks))
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
@@ -186,8 +186,7 @@ async def _end(send: Send, event: bytes) -> None:
 
 
 def _event(data: Mapping[str, Any]) -> bytes:
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return b"data: " + text.encode() + b"\n\n"
+    return b"data: " + to_json(data, inf_nan_mode="null") + b"\n\n"
 
 
 def _error_event(error: ApiError) -> bytes:

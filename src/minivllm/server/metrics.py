@@ -78,7 +78,7 @@ class ServerMetrics:
 
     def output(self, output: RequestOutput, times: RequestTimes, now: float) -> None:
         """See ``Observer``."""
-        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        num_tokens = output.num_tokens
         if num_tokens and times.last_token_at is None:
             self._first_token.observe(now - times.arrived_at)
             self._prompt_tokens.inc(len(output.prompt_token_ids))
