@@ -361,6 +361,7 @@ void Decoder::attend(int64_t layer) {
                         qkv_.as<float>(),
                         qkv_stride_,
                         c.num_heads,
+                        c.rope_inv_freq.empty() ? nullptr : cos_sin_.as<float>(),
                         1.f / std::sqrt(static_cast<float>(c.head_dim)),
                         model_.number,
                         attended_.as<char>(),

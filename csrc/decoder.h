@@ -2,7 +2,7 @@
 //
 //   block copies
 //   up to kRowsAtOnce rows at a time:
-//     embedding ─► each layer: norm ─► q, k, v ─► rotary, cache write ─► attention ─► o, + residual
+//     embedding ─► each layer: norm ─► q, k, v ─► k rotated, cache write ─► attention, q rotated ─► o, + residual
 //                              norm ─► gate, up, activation ─► down, + residual
 //     final norm of the rows that yield a token, or whose hidden state is asked for
 //   head, a slice of rows at a time ─► sampler, once for each token that a row yields

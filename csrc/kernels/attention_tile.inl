@@ -206,6 +206,10 @@ static void load_queries(const Attention& a, const QueryTile& tile, int64_t kv_h
     for (int64_t r = 0; r < tile.rows; r++)  // the heads of a group lie side by side
         for (int64_t h = 0; h < group; h++) {
             const float* from = a.q + (tile.row + r) * a.q_stride + (kv_head * group + h) * head_dim;
+            if (a.cos_sin) {
+                rotate(from, a.cos_sin + (tile.row + r) * head_dim, head_dim / 2, s.split);  // which is free as yet
+                from = s.split;
+            }
             T* to = s.queries + (r * group + h) * s.head;
             put_all(to, from, head_dim);
             for (int64_t d = head_dim; d < s.head; d++) to[d] = 0;

@@ -115,10 +115,10 @@ struct CacheLayer {
     int64_t kv_heads, block_size, head_dim;
 };
 
-// Rotates q and k (in float32, by halves) and stores k and v in the cache.
+// Rotates k (in float32, by halves) and stores k and v in the cache.
 struct RopeAndStore {
     CacheLayer cache;
-    float* qkv;  // [rows][qkv_stride]: q heads, k heads, v heads; q is rotated in place
+    float* qkv;  // [rows][qkv_stride]: q heads, k heads, v heads; k is rotated in place
     int64_t qkv_stride;
     int64_t heads;
     const float* cos_sin;  // [rows][head_dim]: head_dim / 2 cosines, then as many sines; null: no rotation
@@ -142,9 +142,10 @@ struct NextKeys {
 
 struct Attention {
     CacheLayer cache;
-    const float* q;  // [rows][q_stride]
+    const float* q;  // [rows][q_stride], not rotated yet
     int64_t q_stride;
     int64_t heads;
+    const float* cos_sin;  // of the rows, as in RopeAndStore
     float scale;
     Number out_number;
     void* out;  // [rows][out_stride], heads side by side, as a matmul reads it

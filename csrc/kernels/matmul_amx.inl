@@ -40,13 +40,13 @@ static void configure_tiles(int64_t rows, bool wide) {
     configure(config);
 }
 
-// Tile 0 for integer sums, 4 for 32 bytes of 16 rows, 6 for [8][16 outputs][4].
+// Tiles 0 and 1 for integer sums, 4 and 5 for 32 bytes of 16 rows, 6 and 7 for [8][16 outputs][4].
 static void configure_group_tiles() {
     TileConfig config;
-    config.row_bytes[0] = config.row_bytes[6] = 64;
-    config.row_bytes[4] = kGroup;
-    config.rows[0] = config.rows[4] = 16;
-    config.rows[6] = kGroup / 4;
+    for (int tile : {0, 1, 4, 5, 6, 7}) {
+        config.row_bytes[tile] = tile / 2 == 2 ? kGroup : 64;
+        config.rows[tile] = tile / 2 == 3 ? kGroup / 4 : 16;
+    }
     configure(config);
 }
 
@@ -253,21 +253,35 @@ static void int_block(const Matmul& m, const char* x, const char* panel, const c
     for (int64_t half = 0; half < 2; half++) {
         vf acc[16] = {};
         const char* scales = panel + kPanel * (Four_bits ? kGroup / 2 : kGroup) + 32 * half;
-        // The tiles are a group ahead of the vectors.
-        for (int64_t at = 0; at <= groups * planes; at++) {
-            if (at < groups * planes) {
-                const int64_t g = planes == 1 ? at : at / 2, plane = planes == 1 ? 0 : at % 2;
-                _tile_zero(0);
-                _tile_loadd(4, row_quants(x, groups, plane) + g * kGroup, m.x_bytes);
-                _tile_loadd(6, unpacked + 64 * half + g * kGroup * kPanel, kPanel * 4);
-                _tile_dpbssd(0, 4, 6);
-                _tile_stored(0, sums[at % 2], 64);
-                Fetch::some(fetch);
+        // A group's products, their way to memory and what the vectors make of them, each a turn after the other, so
+        // that none waits: even turns on tiles 0, 4 and 6, odd ones on 1, 5 and 7.
+        const int64_t turns = groups * planes;
+        for (int64_t turn = 0; turn < turns + 2; turn++) {
+            const int64_t g = planes == 1 ? turn : turn / 2, plane = planes == 1 ? 0 : turn % 2;
+            const Quant* rows = row_quants(x, groups, plane) + g * kGroup;
+            const char* weights = unpacked + 64 * half + g * kGroup * kPanel;
+            if (turn % 2 == 0) {
+                if (turn < turns) {
+                    _tile_zero(0);
+                    _tile_loadd(4, rows, m.x_bytes);
+                    _tile_loadd(6, weights, kPanel * 4);
+                    _tile_dpbssd(0, 4, 6);
+                }
+                if (turn > 0) _tile_stored(1, sums[1], 64);
+            } else {
+                if (turn < turns) {
+                    _tile_zero(1);
+                    _tile_loadd(5, rows, m.x_bytes);
+                    _tile_loadd(7, weights, kPanel * 4);
+                    _tile_dpbssd(1, 5, 7);
+                }
+                _tile_stored(0, sums[0], 64);
             }
-            if (at == 0) continue;
-            const int64_t g = planes == 1 ? at - 1 : (at - 1) / 2, plane = planes == 1 ? 0 : (at - 1) % 2;
-            scale_group<Four_bits>(sums[(at - 1) % 2], reinterpret_cast<const char*>(row_scales(x, groups, plane) + g),
-                                 m.x_bytes, reinterpret_cast<const uint16_t*>(scales + g * group_bytes), acc);
+            Fetch::some(fetch);
+            if (turn < 2) continue;
+            const int64_t done = planes == 1 ? turn - 2 : turn / 2 - 1;  // the same plane's group before
+            scale_group<Four_bits>(sums[turn % 2], reinterpret_cast<const char*>(row_scales(x, groups, plane) + done), m.x_bytes,
+                                   reinterpret_cast<const uint16_t*>(scales + done * group_bytes), acc);
         }
         UNROLL
         for (int r = 0; r < 16; r++) store(tile + r * kPanel + 16 * half, acc[r]);

@@ -101,18 +101,19 @@ static void norm(const NormRows& m, int64_t row, int64_t row_end) {
     }
 }
 
-INLINE void rotate(float* x, const float* cos_sin, int64_t half) {
+// out may be x.
+INLINE void rotate(const float* x, const float* cos_sin, int64_t half, float* out) {
     const float *cos = cos_sin, *sin = cos_sin + half;
     int64_t i = 0;
     for (; i + kWidth <= half; i += kWidth) {
         const vf a = load(x + i), b = load(x + i + half);
-        store(x + i, a * load(cos + i) - b * load(sin + i));
-        store(x + i + half, b * load(cos + i) + a * load(sin + i));
+        store(out + i, a * load(cos + i) - b * load(sin + i));
+        store(out + i + half, b * load(cos + i) + a * load(sin + i));
     }
     for (; i < half; i++) {
         const float a = x[i], b = x[i + half];
-        x[i] = a * cos[i] - b * sin[i];
-        x[i + half] = b * cos[i] + a * sin[i];
+        out[i] = a * cos[i] - b * sin[i];
+        out[i + half] = b * cos[i] + a * sin[i];
     }
 }
 
@@ -163,13 +164,12 @@ INLINE void store_row(const RopeAndStore& m, const float* from, void* to, int64_
 static void rope_and_store(const RopeAndStore& m, int64_t row, int64_t row_end) {
     const CacheLayer& c = m.cache;
     for (; row < row_end; row++) {
-        float* q = m.qkv + row * m.qkv_stride;
-        float* k = q + m.heads * c.head_dim;
-        const float* v = k + c.kv_heads * c.head_dim;
-        if (m.cos_sin)  // the heads of q and k lie side by side
-            for (int64_t head = 0; head < m.heads + c.kv_heads; head++)
-                rotate(q + head * c.head_dim, m.cos_sin + row * c.head_dim, c.head_dim / 2);
         if (m.slots[row] < 0) continue;  // stored already
+        float* k = m.qkv + row * m.qkv_stride + m.heads * c.head_dim;
+        const float* v = k + c.kv_heads * c.head_dim;
+        if (m.cos_sin)
+            for (float* head = k; head < v; head += c.head_dim)
+                rotate(head, m.cos_sin + row * c.head_dim, c.head_dim / 2, head);
         store_row(m, k, c.keys, m.slots[row]);
         store_row(m, v, c.values, m.slots[row]);
     }

@@ -234,18 +234,34 @@ void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim
     const int64_t kv_heads = 2, group = 3, heads = kv_heads * group, rows = std::min<int64_t>(context, 9);
     const int64_t stride = padded(heads * head_dim);
     Cache cache(kv_heads, block_size, head_dim, context, format);
-    const Floats q = random_floats(rows * stride);
+    const Floats q = random_floats(rows * stride), angles = random_floats(rows * head_dim);
+    const int64_t turned = head_dim % 2 ? 0 : head_dim / 2;  // queries of odd heads are left as they are
+    Floats cos_sin;
+    for (int64_t i = 0; i < rows * head_dim; i++) {
+        const bool cos = i % head_dim < turned;
+        const float angle = 9 * angles[static_cast<size_t>(cos ? i : i - turned)];
+        cos_sin.push_back(cos ? std::cos(angle) : std::sin(angle));
+    }
     std::vector<int32_t> positions;
     for (int64_t r = 0; r < rows; r++) positions.push_back(static_cast<int32_t>(context - rows + r));
     Floats scratch(static_cast<size_t>(attention_scratch_size(rows * group, head_dim)));
 
     Floats out(q.size());
-    Attention job{cache.layer(), q.data(), stride, heads, .3f, Number::f32, out.data(), stride};
+    Attention job{cache.layer(), q.data(), stride, heads, turned ? cos_sin.data() : nullptr, .3f, Number::f32, out.data(), stride};
     const QueryTile tile{0, rows, positions.data(), cache.table.data()};
     kernels.attend(job, tile, 0, kv_heads, {}, scratch.data());
 
     // But with a float32 cache, queries are rounded to bfloat16, and so are the weights, which the tolerance is for.
-    const auto query = [&](int64_t i) { return half ? widen(narrow(q[static_cast<size_t>(i)])) : q[static_cast<size_t>(i)]; };
+    const auto query = [&](int64_t r, int64_t h, int64_t d) {
+        const float* x = q.data() + r * stride + h * head_dim;
+        float value = x[d];
+        if (turned) {
+            const float *cos = cos_sin.data() + r * head_dim, *sin = cos + turned;
+            value = d < turned ? x[d] * cos[d] - x[d + turned] * sin[d]
+                               : x[d] * cos[d - turned] + x[d - turned] * sin[d - turned];
+        }
+        return half ? widen(narrow(value)) : value;
+    };
     for (int64_t r = 0; r < rows; r++)
         for (int64_t h = 0; h < heads; h++) {
             const int64_t keys = positions[static_cast<size_t>(r)] + 1;
@@ -254,7 +270,7 @@ void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim
             for (int64_t j = 0; j < keys; j++) {
                 double score = 0;
                 for (int64_t d = 0; d < head_dim; d++)
-                    score += double(query(r * stride + h * head_dim + d)) * cache.keys[cache.at(j, h / group, d)];
+                    score += double(query(r, h, d)) * cache.keys[cache.at(j, h / group, d)];
                 weight.push_back(std::exp(.3 * score));
                 total += weight.back();
             }
@@ -307,7 +323,7 @@ void test_rope_and_store(const Kernels& kernels, CacheFormat format) {
                 };
                 const double tolerance = format == CacheFormat::f32 ? 1e-6 : format == CacheFormat::bf16 ? 5e-3 : 2e-2;
                 if (head < heads)
-                    CHECK(close(qkv[static_cast<size_t>(r * stride + head * head_dim + d)], turned, 1e-6));
+                    CHECK(qkv[static_cast<size_t>(r * stride + head * head_dim + d)] == x[d]);  // attention turns it
                 else if (head < heads + kv_heads)
                     CHECK(close(stored(cache.k_cells, head - heads), turned, tolerance));
                 else
