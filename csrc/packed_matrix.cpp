@@ -6,7 +6,7 @@
 namespace minivllm {
 namespace {
 
-static_assert(kBlock == kGroup, "quantised blocks of files are taken over one for one");
+static_assert(kBlock == kGroup, "groups of quantised weights are taken over one for one");
 
 // A group of int8 or int4 weights of one output.
 struct Quantized {
@@ -14,11 +14,14 @@ struct Quantized {
     uint16_t d, m;      // float16
 };
 
+// A scale or minimum as groups have it; where float16 has no number for it, the weights are none either.
+uint16_t finite_half(float x) { return to_half(std::abs(x) <= 65504.f ? x : std::nanf("")); }
+
 Quantized quantize8(const float* x) {
     float most = 0;
-    for (int64_t i = 0; i < kGroup; i++) most = std::abs(x[i]) <= most ? most : std::abs(x[i]);  // keeps a NaN
+    for (int64_t i = 0; i < kGroup; i++) most = std::abs(x[i]) <= most || most != most ? most : std::abs(x[i]);  // keeps a NaN
     Quantized result;
-    result.d = to_half(most / 127);
+    result.d = finite_half(most / 127);
     const float d = from_half(result.d);
     for (int64_t i = 0; i < kGroup; i++) {
         const float q = d > 0 ? x[i] / d + 12582912.f - 12582912.f : 0;  // 1.5 · 2^23: adding it rounds to an integer
@@ -81,18 +84,23 @@ Quantized quantize4(const float* x) {
     return best;
 }
 
-Quantized take_over(Stored stored, const char* block) {
-    Quantized result{{}, load_u16(block), 0};
-    if (stored == Stored::q8_0) {
-        for (int64_t i = 0; i < kGroup; i++) result.q[i] = static_cast<uint8_t>(block[2 + i]) ^ 0x80;
-        return result;
+// Whether groups of that type are groups of that format: steps of 4 bits upwards from a minimum, or of 8 bits about zero.
+bool is_kept(Stored stored, Format format) {
+    switch (stored) {
+        case Stored::q4_0:
+        case Stored::q4_1:
+        case Stored::q4_k: return format == Format::int4;
+        case Stored::q5_0:
+        case Stored::q8_0:
+        case Stored::iq4_nl:
+        case Stored::iq4_xs: return format == Format::int8;
+        default: return false;
     }
-    result.m = stored == Stored::q4_1 ? load_u16(block + 2) : to_half(-8 * from_half(result.d));
-    const auto* nibbles = reinterpret_cast<const uint8_t*>(block + (stored == Stored::q4_1 ? 4 : 2));
-    for (int64_t i = 0; i < kGroup / 2; i++) {
-        result.q[i] = nibbles[i] & 15;
-        result.q[kGroup / 2 + i] = nibbles[i] >> 4;
-    }
+}
+
+Quantized take_over(const Group& group, Format format) {
+    Quantized result{{}, finite_half(group.d[0]), finite_half(group.m[0])};
+    for (int64_t i = 0; i < kGroup; i++) result.q[i] = static_cast<uint8_t>(group.q[i] + (format == Format::int8 ? 128 : 0));
     return result;
 }
 
@@ -130,8 +138,7 @@ int64_t PackedMatrix::half_index(int64_t lane, int64_t i) const {
 
 void PackedMatrix::pack(Stored stored, const char* rows, int64_t panel, int64_t lane, int64_t count) {
     const int64_t row_bytes = stored_bytes(stored, k);
-    const bool kept = (format == Format::int8 && stored == Stored::q8_0) ||
-                      (format == Format::int4 && (stored == Stored::q4_0 || stored == Stored::q4_1));
+    const bool kept = is_kept(stored, format);
     char* to = panel_at(panel);
     for (int64_t at = 0; at < k; at += kGroup) {
         const int64_t size = std::min(kGroup, k - at);
@@ -152,11 +159,11 @@ void PackedMatrix::pack(Stored stored, const char* rows, int64_t panel, int64_t 
                 }
                 case Format::int8:
                     put8(to + at / kGroup * kGroupBytes8, l,
-                         kept ? take_over(stored, from + stored_bytes(stored, at)) : quantize8(x));
+                         kept ? take_over(read_group(stored, from, at), format) : quantize8(x));
                     break;
                 case Format::int4:
                     put4(to + at / kGroup * kGroupBytes4, l,
-                         kept ? take_over(stored, from + stored_bytes(stored, at)) : quantize4(x));
+                         kept ? take_over(read_group(stored, from, at), format) : quantize4(x));
                     break;
             }
         }

@@ -19,9 +19,10 @@ public:
     // matrices of a model, in huge pages.)
     void place(void* panels) { panels_ = static_cast<char*>(panels); }
 
-    // Takes over row-major rows, as lanes [lane, lane + count) of a panel. Q8_0 in int8, and Q4_0 and Q4_1 in int4, keep
-    // their values; other values are rounded to nearest: int8 has 127 steps up to the largest of a group, int4 the scale
-    // and minimum of least squared error among a few.
+    // Takes over row-major rows, as lanes [lane, lane + count) of a panel. Q5_0, Q8_0, IQ4_NL and IQ4_XS in int8, and Q4_0,
+    // Q4_1 and Q4_K in int4, keep their steps, and their scales and minimums up to float16 (IQ4_XS and Q4_K have finer
+    // ones). Other values are rounded to nearest: int8 has 127 steps up to the largest of a group, int4 the scale and
+    // minimum of least squared error among a few.
     void pack(Stored stored, const char* rows, int64_t panel, int64_t lane, int64_t count);
 
     // Row `output` as float32 [k], exactly.

@@ -11,6 +11,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers_quants import quantized
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -101,6 +102,19 @@ def llama_tensors(tied: bool = True, qkv_bias: bool = False, all_bias: bool = Fa
     return random_tensors(shapes)
 
 
+def wide_llama(scale: int) -> tuple[Tensors, dict[str, Any]]:
+    """A Llama ``scale`` times as wide, its weights as small as that needs; and what its GGUF says of it."""
+    tensors = random_tensors(
+        {
+            name: tuple(size if size == VOCAB else scale * size for size in x.shape)
+            for name, x in llama_tensors().items()
+        }
+    )
+    for x in tensors.values():
+        x *= 1.5 / np.sqrt(x.shape[1]) if x.ndim == 2 else 1
+    return tensors, {"llama.embedding_length": scale * HIDDEN, "llama.feed_forward_length": scale * INNER}
+
+
 def our_llama_name(name: str) -> str:
     name = name.replace("model.embed_tokens", "embed").replace("model.norm", "final_norm")
     name = name.replace("lm_head", "head").removeprefix("model.")
@@ -187,7 +201,7 @@ def write_gguf(
         if kind == "llama" and "attn_k." in name:
             value = gguf_pairs(value, KV_HEADS)
         if value.ndim == 2 and quantization != gguf.GGMLQuantizationType.F32:
-            writer.add_tensor(name, gguf.quants.quantize(value, quantization), raw_dtype=quantization)
+            writer.add_tensor(name, quantized(value, quantization), raw_dtype=quantization)
         else:
             writer.add_tensor(name, value)
     for name, value in (more or {}).items():

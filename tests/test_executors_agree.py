@@ -5,9 +5,13 @@ Both are held to other people's models in ``test_against_transformers.py``, in f
 
 import importlib.util
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Q
+from helpers_models import wide_llama, write_gguf
+from helpers_quants import HALVES
 from helpers_shapes import EVERY_SMALL_CONFIG, SMALL_LLAMA, SMALL_PROMPT, geometry
 from helpers_step import Stepper, make_checkpoint, one_sequence_batch, random_tensors
 
@@ -16,6 +20,7 @@ from minivllm.executors.base import Executor
 from minivllm.executors.native import NativeExecutor
 from minivllm.kv_cache.kv_pool import KVPool
 from minivllm.models.config import ModelConfig
+from minivllm.models.registry import load_checkpoint
 from minivllm.sampler import sampling_batch
 from minivllm.sampling_params import SamplingParams
 from minivllm.sequence import Sequence
@@ -31,6 +36,24 @@ def both(config: ModelConfig, dtype: str, kv_dtype: str) -> list[Executor]:
         TorchExecutor(checkpoint, KVPool.reserve(shape), dtype),  # type: ignore[arg-type]
         NativeExecutor(checkpoint, KVPool.reserve(shape), dtype, threads=2),  # type: ignore[arg-type]
     ]
+
+
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+def test_logprobs_of_a_file_of_blocks_agree(kind: Q, tmp_path: Path) -> None:
+    """But for the order of sums where both have its weights in float32, and nearly in 8 or 4 bits."""
+    tensors, metadata = wide_llama(8)
+    path = write_gguf(tmp_path / "m.gguf", tensors, quantization=kind, metadata=metadata)
+    checkpoint = load_checkpoint(path)
+    shape = geometry(checkpoint.config, dtype="float32")
+    prompt = [token % checkpoint.config.vocab_size for token in SMALL_PROMPT]
+    executors = [TorchExecutor(checkpoint, KVPool.reserve(shape), "float32")]
+    for quantization in (None, "auto"):
+        executors.append(NativeExecutor(checkpoint, KVPool.reserve(shape), "float32", 2, quantization))
+    expected, exact, near = (
+        np.sort(Stepper(executor, 16, [3, 1, 2], 16).step(prompt).top_logprobs[0]) for executor in executors
+    )
+    np.testing.assert_allclose(exact, expected, rtol=0, atol=1e-4)
+    assert 0 < np.abs(near - expected).mean() < 0.15
 
 
 @EVERY_SMALL_CONFIG

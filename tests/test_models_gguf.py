@@ -22,38 +22,33 @@ from helpers_models import (
     load_or_refuse,
     loaded,
     our_llama_name,
+    wide_llama,
     write_gguf,
 )
+from helpers_quants import HALVES, random_blocks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minivllm.models.gguf_reader import read_gguf
-from minivllm.models.quants import BLOCKS, bfloat16_to_float32, dequantize
+from minivllm.models.quants import BLOCKS, BlockType, bfloat16_to_float32, dequantize
 from minivllm.models.registry import load_checkpoint
 
-QUANTIZATIONS = [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q8_0]
+QUANTIZATIONS = [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_dequantize_agrees_with_the_gguf_package(name: str) -> None:
+def test_dequantize_agrees_with_the_gguf_package(name: BlockType) -> None:
+    kind = Q[name.upper()]
     weights, size = BLOCKS[name]
-    rng = np.random.default_rng(1)
-    data = rng.integers(0, 256, (7, 3 * size), dtype=np.uint8)
-    # Random float16 bit patterns would hold infinities: put random finite ones where d and m are.
-    starts = {"q4_0": (0,), "q4_1": (0, 2), "q8_0": (0,), "q6_k": (208,)}[name]
-    for block in range(3):
-        for start in starts:
-            at = block * size + start
-            scales = rng.standard_normal(7).astype("<f2").view(np.uint8).reshape(7, 2)
-            data[:, at : at + 2] = scales
-    expected = gguf.quants.dequantize(data, Q[name.upper()])
+    assert (weights, size) == gguf.GGML_QUANT_SIZES[kind]
+    data = random_blocks(np.random.default_rng(1), kind, (7, 3 * weights))
     actual = dequantize(data, name)
     assert actual.shape == (7, 3 * weights) and actual.dtype == np.float32
-    np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(actual, gguf.quants.dequantize(data, kind))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_damaged_scales_make_weights_that_are_no_numbers(name: str) -> None:
+def test_damaged_scales_make_weights_that_are_no_numbers(name: BlockType) -> None:
     block = np.full((1, BLOCKS[name][1]), 0xFF, np.uint8)  # float16 NaN
     block[0, [1, -1]] = 0x7C  # with the byte before it: infinity, or NaN
     assert not np.isfinite(dequantize(block, name)).all()
@@ -231,27 +226,52 @@ def test_missing_extra_and_misshapen_tensors(tmp_path: Path) -> None:
     )
 
 
-def test_other_tensor_types_are_refused_by_name(tmp_path: Path) -> None:
-    tensors = llama_tensors()
-    path = write_gguf(tmp_path / "m.gguf", tensors, quantization=Q.Q5_0)
-    assert_refused(path, "Q5_0", "Q4_1")
-
-
-def test_q6_k_is_kept_as_it_is(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    data = rng.integers(0, 256, (5, 2, 210), dtype=np.uint8)
-    data[..., 208:] = rng.standard_normal((5, 2)).astype("<f2").view(np.uint8).reshape(5, 2, 2)
-    data = data.reshape(5, 420)
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_tensor("t", data, raw_dtype=Q.Q6_K)
+def write_one(path: Path, data: np.ndarray[Any, Any], kind: Q) -> Path:
+    """A GGUF with one tensor "t", of these bytes."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("t", data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    file = read_gguf(tmp_path / "m.gguf")
+    return path
+
+
+def test_other_tensor_types_are_refused_by_name(tmp_path: Path) -> None:
+    assert_refused(write_one(tmp_path / "m.gguf", np.zeros((5, 292), np.uint8), Q.Q8_K), "Q8_K", "Q4_1")
+
+
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+def test_blocks_are_kept_as_they_are(kind: Q, tmp_path: Path) -> None:
+    data = random_blocks(np.random.default_rng(0), kind, (5, 512))
+    file = read_gguf(write_one(tmp_path / "m.gguf", data, kind))
     tensor = file.tensors["t"]
-    assert (tensor.shape, tensor.dtype, file.all_float32) == ((5, 512), "q6_k", False)
+    assert (tensor.shape, tensor.dtype, file.all_float32) == ((5, 512), kind.name.lower(), False)
     np.testing.assert_array_equal(tensor.read(), data)
+
+
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+def test_rows_that_are_not_whole_blocks_are_refused(kind: Q, tmp_path: Path) -> None:
+    path = write_one(tmp_path / "m.gguf", random_blocks(np.random.default_rng(0), kind, (5, 512)), kind)
+    whole, odd = struct.pack("<IQQ", 2, 512, 5), struct.pack("<IQQ", 2, 500, 5)
+    assert path.read_bytes().count(whole) == 1
+    path.write_bytes(path.read_bytes().replace(whole, odd))
+    assert_refused(path, "[5, 500]", kind.name, f"blocks of {gguf.GGML_QUANT_SIZES[kind][0]}")
+
+
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+def test_a_llama_of_any_blocks(kind: Q, tmp_path: Path) -> None:
+    """Its values are those that the package reads from the file; q's and k's rows are in our order."""
+    tensors, metadata = wide_llama(8)
+    path = write_gguf(tmp_path / "m.gguf", tensors, quantization=kind, metadata=metadata)
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    actual = loaded(path)
+    for name, theirs_name in (("embed", "token_embd"), ("layers.1.down", "blk.1.ffn_down")):
+        expected = theirs[f"{theirs_name}.weight"]
+        values = gguf.quants.dequantize(expected.data, expected.tensor_type)
+        np.testing.assert_array_equal(actual[f"{name}.weight"], values)
+    q = gguf.quants.dequantize(theirs["blk.0.attn_q.weight"].data, kind)
+    np.testing.assert_array_equal(gguf_pairs(actual["layers.0.q.weight"], 4), q)
 
 
 @pytest.fixture

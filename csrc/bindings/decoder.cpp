@@ -48,7 +48,10 @@ Format format_named(const std::string& name) {
 
 Stored stored_named(const std::string& name) {
     return one_of<Stored>(name, {{"float32", Stored::f32}, {"float16", Stored::f16}, {"bfloat16", Stored::bf16},
-                                 {"q4_0", Stored::q4_0}, {"q4_1", Stored::q4_1}, {"q8_0", Stored::q8_0}, {"q6_k", Stored::q6_k}});
+                                 {"q4_0", Stored::q4_0}, {"q4_1", Stored::q4_1}, {"q5_0", Stored::q5_0},
+                                 {"q5_1", Stored::q5_1}, {"q8_0", Stored::q8_0}, {"q2_k", Stored::q2_k},
+                                 {"q3_k", Stored::q3_k}, {"q4_k", Stored::q4_k}, {"q5_k", Stored::q5_k},
+                                 {"q6_k", Stored::q6_k}, {"iq4_nl", Stored::iq4_nl}, {"iq4_xs", Stored::iq4_xs}});
 }
 
 ModelConfig model_config(nb::handle config) {
@@ -186,9 +189,9 @@ void load(Decoder& decoder, const std::string& name, nb::ndarray<nb::ro, nb::c_c
     const auto rows = static_cast<int64_t>(data.shape(0));
     int64_t columns = data.ndim() == 2 ? static_cast<int64_t>(data.shape(1)) : 1;
     if (is_quantized(stored)) {
-        const int64_t block = stored_bytes(stored, stored_block(stored));
-        if (data.dtype() != nb::dtype<uint8_t>() || data.ndim() != 2 || columns % block != 0) wrong_array(name.c_str());
-        columns = columns / block * stored_block(stored);
+        const auto [weights, bytes] = block_size(stored);
+        if (data.dtype() != nb::dtype<uint8_t>() || data.ndim() != 2 || columns % bytes != 0) wrong_array(name.c_str());
+        columns = columns / bytes * weights;
     } else if (static_cast<int64_t>(data.itemsize()) != stored_bytes(stored, 1)) {
         wrong_array(name.c_str());
     }

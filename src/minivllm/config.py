@@ -43,9 +43,10 @@ class EngineConfig:
     model: str | Path  #: an alias ("smollm2-135m"), a file, a directory, or a Hub name
     dtype: Dtype = "auto"  #: of the weights; auto: float32 for float32 checkpoints, else bfloat16
     quantization: Quantization | None = "auto"
-    """Of the native executor's weights. auto: as the file has them (Q8_0 and Q6_K of a GGUF become int8, Q4_0
-    and Q4_1 int4; only Q6_K is rounded), unless a ``dtype`` is asked for; int8, int4: whatever the file has
-    (int4: embedding and head int8); None: all weights in ``dtype``, as the torch executor always has them."""
+    """Of the native executor's weights. auto: as near to the file as can be (Q4_0, Q4_1 and Q4_K of a GGUF
+    become int4, its other quantised types int8: docs/performance.md has what that costs), unless a ``dtype``
+    is asked for; int8, int4: whatever the file has (int4: embedding and head int8); None: all weights in
+    ``dtype``, as the torch executor always has them."""
     block_size: int = 16
     """Tokens in a KV block, 1 to the context length. 16: a sequence wastes half a block on average, 8 tokens
     (2 % of a 400-token chat), while a block of a small model is still a few KiB in each layer."""

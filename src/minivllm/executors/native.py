@@ -23,7 +23,11 @@ from minivllm.models.weights import Checkpoint, WeightDtype
 Format = Literal["float32", "bfloat16", "int8", "int4"]
 
 #: What ``quantization="auto"`` makes of the stored types that are quantised
-_NEAREST: dict[str, Format] = {"q4_0": "int4", "q4_1": "int4", "q8_0": "int8", "q6_k": "int8"}
+_NEAREST: dict[str, Format] = {
+    "q4_0": "int4", "q4_1": "int4", "q4_k": "int4",
+    "q5_0": "int8", "q5_1": "int8", "q8_0": "int8", "q2_k": "int8", "q3_k": "int8", "q5_k": "int8",
+    "q6_k": "int8", "iq4_nl": "int8", "iq4_xs": "int8",
+}  # fmt: skip
 #: Bits of a weight in memory. int8: groups of 32 with a float16 scale; int4: with a scale and a minimum
 _BITS: dict[Format, float] = {"float32": 32, "bfloat16": 16, "int8": 8.5, "int4": 5}
 

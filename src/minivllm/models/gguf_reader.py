@@ -30,23 +30,29 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 
 #: Tensor type → (name, weights in a block, bytes of a block); block 1 is unquantised
-_TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
+_TENSOR_TYPES: dict[int, tuple[TensorDtype, int, int]] = {
     0: ("float32", 1, 4),
     1: ("float16", 1, 2),
     30: ("bfloat16", 1, 2),
     2: ("q4_0", *BLOCKS["q4_0"]),
     3: ("q4_1", *BLOCKS["q4_1"]),
+    6: ("q5_0", *BLOCKS["q5_0"]),
+    7: ("q5_1", *BLOCKS["q5_1"]),
     8: ("q8_0", *BLOCKS["q8_0"]),
+    10: ("q2_k", *BLOCKS["q2_k"]),
+    11: ("q3_k", *BLOCKS["q3_k"]),
+    12: ("q4_k", *BLOCKS["q4_k"]),
+    13: ("q5_k", *BLOCKS["q5_k"]),
     14: ("q6_k", *BLOCKS["q6_k"]),
+    20: ("iq4_nl", *BLOCKS["iq4_nl"]),
+    23: ("iq4_xs", *BLOCKS["iq4_xs"]),
 }
 _NUMPY = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
 #: Names of the tensor types that are refused, for the message
 _OTHER_TYPES = {
-    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 15: "Q8_K",
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 
 
@@ -193,7 +199,7 @@ class _Cursor:
 @dataclass(frozen=True)
 class _TensorInfo:
     name: str
-    type_name: str
+    type_name: TensorDtype
     shape: tuple[int, ...]  # outermost first
     row_bytes: int
     num_bytes: int
@@ -213,7 +219,10 @@ def _tensor_info(cursor: _Cursor) -> _TensorInfo:
         raise ModelError(f"tensor {shown(name)} has type {other}, which is not implemented; {known} are")
     type_name, block_weights, block_bytes = _TENSOR_TYPES[type_id]
     if min(dims) < 1 or dims[0] % block_weights or (block_weights > 1 and num_dims != 2):
-        raise cursor.fail(f"tensor {shown(name)} cannot have shape {dims[::-1]} with type {type_name}")
+        rows = f", whose rows are whole blocks of {block_weights}" if block_weights > 1 else ""
+        raise cursor.fail(
+            f"tensor {shown(name)} cannot have shape {dims[::-1]} with type {type_name.upper()}{rows}"
+        )
     row_bytes = dims[0] // block_weights * block_bytes
     num_bytes = row_bytes
     for dim in dims[1:]:
@@ -224,12 +233,11 @@ def _tensor_info(cursor: _Cursor) -> _TensorInfo:
 def _stored(raw: npt.NDArray[np.uint8], info: _TensorInfo) -> StoredTensor:
     """``raw``: the mapped bytes of this tensor alone."""
     if info.type_name in _NUMPY:
-        dtype: TensorDtype = info.type_name  # type: ignore[assignment]
         numpy_dtype = np.dtype(_NUMPY[info.type_name])
         values = lambda: raw.view(numpy_dtype).reshape(info.shape)  # noqa: E731
-        return StoredTensor(info.shape, dtype, values, mapped=raw)
+        return StoredTensor(info.shape, info.type_name, values, mapped=raw)
 
     def rows() -> npt.NDArray[np.uint8]:
         return raw.reshape(info.shape[0], info.row_bytes)
 
-    return StoredTensor(info.shape, info.type_name, rows, mapped=raw)  # type: ignore[arg-type]
+    return StoredTensor(info.shape, info.type_name, rows, mapped=raw)

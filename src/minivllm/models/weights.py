@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from minivllm.errors import ModelError, shown
 from minivllm.models.config import ModelConfig, tensor_shapes
-from minivllm.models.quants import bfloat16_to_float32, dequantize
+from minivllm.models.quants import BLOCKS, BlockType, bfloat16_to_float32, dequantize
 
 WeightDtype = Literal["float32", "bfloat16"]  #: of weights in memory that are not quantised
-TensorDtype = Literal["float32", "float16", "bfloat16", "q4_0", "q4_1", "q8_0", "q6_k"]
+TensorDtype = Literal["float32", "float16", "bfloat16", BlockType]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class WeightTensor:
     dtype: TensorDtype
     data: npt.NDArray[Any]
     """float32/float16: that numpy dtype, of ``shape``; bfloat16: uint16 bit patterns, of ``shape``;
-    q*: uint8, [rows, bytes of a row] of ggml blocks (``models.quants``) of weights along the inputs.
+    others: uint8, [rows, bytes of a row] of ggml blocks (``models.quants``) of weights along the inputs.
     C-contiguous and aligned; often a read-only view of the mapped file."""
 
     @np.errstate(all="ignore")  # NaN of any kind
@@ -64,7 +64,7 @@ class StoredTensor:
 
     def transposed(self) -> "StoredTensor":
         """[a, b] → [b, a]; not for quantised tensors."""
-        assert not self.dtype.startswith("q")
+        assert self.dtype not in BLOCKS
         return replace(self, shape=self.shape[::-1], read=lambda: self.read().T)
 
 
