@@ -170,6 +170,23 @@ void test_not_finite(const Kernels& kernels) {
         }
 }
 
+// Nor are they in a weight, wherever it is in its group.
+void test_not_finite_weights() {
+    for (Format format : {Format::int8, Format::int4})
+        for (int64_t i = 0; i < kGroup; i++)
+            for (float bad : {std::nanf(""), INFINITY, -INFINITY}) {
+                const int64_t k = 2 * kGroup;
+                Floats weights = random_floats(kPanel * k);
+                weights[static_cast<size_t>(3 * k + i)] = bad;
+                const Packed w(format, false, 1, k, weights);
+                for (int64_t output : {2, 3}) {
+                    const Floats row = w.row(output);
+                    for (int64_t at = 0; at < k; at++)
+                        CHECK(std::isfinite(row[static_cast<size_t>(at)]) == (output == 2 || at >= kGroup));
+                }
+            }
+}
+
 void test_halves() {
     for (uint32_t bits = 0; bits < 0x10000; bits++) {
         const auto half = static_cast<uint16_t>(bits);
@@ -250,6 +267,7 @@ int main() {
     test_halves();
     test_blocks();
     test_quality_of_int4();
+    test_not_finite_weights();
     for (const std::string& isa : supported_isas()) {
         test_isa(kernels_for(isa));
         test_not_finite(kernels_for(isa));
