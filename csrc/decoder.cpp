@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t kRowsAtOnce = 1024;        // bounds the memory of a step
 constexpr int64_t kQueries = 192;            // rows × heads of a group that attend together
-constexpr int64_t kLogitBytes = 16 << 20;    // rows of logits that exist at one time
 constexpr int64_t kPartialBytes = 32 << 20;  // partial sums of attention, at most
+constexpr int64_t kLogitBytes = 16 << 20;    // rows of logits that exist at one time
 constexpr int64_t kLogitRows = 96;           // the same in rows
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -252,7 +252,8 @@ void Decoder::matmul(const PackedMatrix& m, const AlignedBuffer& x, int64_t x_ro
 
 // How many splits of the context are the same blocks for two sequences that compute one row each, which sees them whole.
 int64_t Decoder::shared_splits(const Batch& b, int64_t sequence, int64_t other) const {
-    const int32_t *table = b.block_tables.data + sequence * b.table_width, *others = b.block_tables.data + other * b.table_width;
+    const int32_t* table = b.block_tables.data + sequence * b.table_width;
+    const int32_t* others = b.block_tables.data + other * b.table_width;
     const int64_t context = std::min(b.context_lens[sequence], b.context_lens[other]) / kContextSplit * kContextSplit;
     const int64_t blocks = ceil_div(context, pool_.block_size);
     const int64_t same = std::mismatch(table, table + blocks, others).first - table;
@@ -352,7 +353,8 @@ NextKeys Decoder::first_keys(int64_t index) const {
     if (index >= static_cast<int64_t>(pieces_.size())) return {};
     const Piece& piece = pieces_[static_cast<size_t>(index)];
     const QueryTile rows = rows_of(piece);
-    return {rows.block_table, piece.kv_head, std::max<int64_t>(0, piece.split) * kContextSplit, rows.positions[rows.rows - 1] + 1};
+    const int64_t start = std::max<int64_t>(0, piece.split) * kContextSplit;
+    return {rows.block_table, piece.kv_head, start, rows.positions[rows.rows - 1] + 1};
 }
 
 void Decoder::attend(int64_t layer) {

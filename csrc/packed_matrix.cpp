@@ -14,14 +14,18 @@ struct Quantized {
     uint16_t d, m;      // float16
 };
 
-// A scale or minimum as groups have it; where float16 has no number for it, the weights are none either.
-uint16_t finite_half(float x) { return to_half(std::abs(x) <= 65504.f ? x : std::nanf("")); }
+// NaN if one of them is not finite, for the scale of such a group; else 0.
+float not_finite(const float* x) {
+    float sum = 0;
+    for (int64_t i = 0; i < kGroup; i++) sum += x[i] * 0.f;
+    return sum;
+}
 
 Quantized quantize8(const float* x) {
     float most = 0;
-    for (int64_t i = 0; i < kGroup; i++) most = std::abs(x[i]) <= most || most != most ? most : std::abs(x[i]);  // keeps a NaN
+    for (int64_t i = 0; i < kGroup; i++) most = std::max(most, std::abs(x[i]));
     Quantized result;
-    result.d = finite_half(most / 127);
+    result.d = to_half(most / 127 + not_finite(x));
     const float d = from_half(result.d);
     for (int64_t i = 0; i < kGroup; i++) {
         const float q = d > 0 ? x[i] / d + 12582912.f - 12582912.f : 0;  // 1.5 · 2^23: adding it rounds to an integer
@@ -78,9 +82,7 @@ Quantized quantize4(const float* x) {
             m = (sum_x - d * sum_q) / kGroup;
         }
     }
-    float sum = 0;
-    for (int64_t i = 0; i < kGroup; i++) sum += x[i];
-    if (!std::isfinite(sum)) best.d = best.m = to_half(std::nanf(""));
+    if (std::isnan(not_finite(x))) best.d = best.m = to_half(std::nanf(""));
     return best;
 }
 
@@ -97,6 +99,9 @@ bool is_kept(Stored stored, Format format) {
         default: return false;
     }
 }
+
+// A scale or minimum of a file as our groups have it; where float16 has no number for it, the weights are none either.
+uint16_t finite_half(float x) { return to_half(std::abs(x) <= 65504.f ? x : std::nanf("")); }
 
 Quantized take_over(const Group& group, Format format) {
     Quantized result{{}, finite_half(group.d[0]), finite_half(group.m[0])};

@@ -94,6 +94,21 @@ def test_closed_output() -> None:
     assert closed.returncode == 1 and closed.stderr == "mini-vllm: standard output is closed\n"
 
 
+def test_memory_that_is_too_short_is_one_line(model: Path) -> None:
+    code = """
+import resource
+from minivllm.cli import main
+import minivllm.llm, minivllm._core  # what is loaded is there: the model's file no longer fits
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20),) * 2)
+main()
+"""
+    program = [sys.executable, "-c", code, "generate", str(model), "a"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and "memory" in done.stderr, done.stderr
+
+
 def test_chat_goes_on_after_a_refused_message(model: Path) -> None:
     talk = mini_vllm("chat", model, "-n", "3", stdin=f"{'x' * 200}\nhi\n")
     assert talk.returncode == 0, talk.stderr

@@ -87,6 +87,13 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_directory() == tmp_path / ".cache" / "mini-vllm"
 
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)  # as for a user that /etc/passwd does not know
+    with pytest.raises(ModelError, match="no home directory; set MINIVLLM_CACHE"):
+        cache_directory()
+
 
 def write_wheel(directory: Path, content: bytes = CONTENT, inside: str = "toy/m.gguf") -> Path:
     directory.mkdir(parents=True, exist_ok=True)

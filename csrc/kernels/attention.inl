@@ -11,9 +11,9 @@
 // no row's result depends on what lies in the cache beyond its own position.
 //
 // A tile of K and V is repacked in scratch memory once for all query rows and heads of the group, so that queries
-// times keys, and weights times values, are both products as the matrix kernels have them. T is the number format of
-// the tile: the cache's, or bfloat16 for an 8-bit cache. With bfloat16, queries and weights are rounded to it too.
-// Maxima and exponents are base 2.
+// times keys, and weights times values, are both products as the matrix kernels have them (on AMX, a few queries use
+// it where it lies: attention_amx.inl). T is the number format of the tile: the cache's, or bfloat16 for an 8-bit
+// cache. With bfloat16, queries and weights are rounded to it too. Maxima and exponents are base 2.
 
 // ---- products ----
 
@@ -110,8 +110,8 @@ INLINE void multiply(int64_t rows, const T* a, int64_t lda, const T* b, int64_t 
 // Queries [first, first + rows): their scores → weights 2^(scale · score − maximum), or 0 for keys that a query does
 // not see, `most` keys rounded up to a step of them; updates maximum and sum, and scales the values summed so far.
 template <class T, class Count>
-INLINE void soften(const AttentionScratch<T>& s, const float* group_scores, const Partials& p, int64_t first, int64_t rows, float scale,
-                   int64_t most, const Count& count_of) {
+INLINE void soften(const AttentionScratch<T>& s, const float* group_scores, const Partials& p, int64_t first,
+                   int64_t rows, float scale, int64_t most, const Count& count_of) {
     vi lane;
     UNROLL
     for (int i = 0; i < kWidth; i++) lane[i] = i;
@@ -286,7 +286,8 @@ static void attend_tile(const Attention& a, const QueryTile& tile, int64_t kv_he
     const int64_t context = tile.positions[tile.rows - 1] + 1, splits = (context - 1) / kContextSplit + 1;
     for (int64_t split = 0; split < splits; split++) {
         const int64_t after = (split + 1) * kContextSplit;
-        sum_split(a, tile, kv_head, split, after < context ? NextKeys{tile.block_table, kv_head, after, context} : next, s);
+        const NextKeys next_split{tile.block_table, kv_head, after, context};
+        sum_split(a, tile, kv_head, split, after < context ? next_split : next, s);
         for (int64_t i = 0; i < queries; i++) {
             if (split == 0)
                 copy_partial(total, i, part, i, s.head);

@@ -5,7 +5,7 @@
 template <bool Add>
 INLINE void multiply_tiles(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, float* out,
                            int64_t ldo, int64_t columns) {
-    memory_is_read();
+    compiler_barrier();
     const int64_t steps = (k + 31) / 32, a_bytes = lda * 2, b_bytes = ldb * 4, out_bytes = ldo * 4;
     int64_t i = 0;
     for (; i + 48 < columns; i += 64) {
@@ -50,7 +50,7 @@ INLINE void multiply_tiles(const uint16_t* a, int64_t lda, const uint16_t* b, in
         }
         _tile_stored(0, out + i, out_bytes);
     }
-    memory_is_read();
+    compiler_barrier();
 }
 
 template <bool Add>
@@ -78,9 +78,12 @@ INLINE bool reads_in_place(const CacheLayer& c, int64_t queries) {
     return c.format == CacheFormat::bf16 && queries <= kGroupQueries && c.head_dim % 32 == 0 && c.block_size % 16 == 0;
 }
 
-// Where the queries wait as columns, [head / 2][16][2]; and 32 values by pairs, [16][64][2], twice.
+// Where the queries wait as columns, [head / 2][16][2]; and 32 values by pairs, [16][64][2], twice: in what a repacked
+// tile would fill. (Its padding must stay zero, but a head_dim that is taken in place has none.)
 INLINE uint16_t* query_columns(const AttentionScratch<uint16_t>& s) { return s.values; }
-INLINE uint16_t* value_pairs(const AttentionScratch<uint16_t>& s, int64_t turn) { return s.keys + turn % 2 * (32 * 64); }
+INLINE uint16_t* value_pairs(const AttentionScratch<uint16_t>& s, int64_t turn) {
+    return s.keys + turn % 2 * (32 * 64);
+}
 
 static void configure_in_place(int64_t queries, const AttentionScratch<uint16_t>& s) {
     TileConfig config;
@@ -111,8 +114,10 @@ INLINE void columns_to_rows(const float* square, int64_t queries, float* rows) {
             quarter[j] = _mm512_mask_broadcast_f32x4(quarter[j], 0x0f00, _mm_loadu_ps(from + 8 * 16));
             quarter[j] = _mm512_mask_broadcast_f32x4(quarter[j], 0xf000, _mm_loadu_ps(from + 12 * 16));
         }
-        const __m512d a = (__m512d)_mm512_unpacklo_ps(quarter[0], quarter[1]), b = (__m512d)_mm512_unpackhi_ps(quarter[0], quarter[1]);
-        const __m512d c = (__m512d)_mm512_unpacklo_ps(quarter[2], quarter[3]), d = (__m512d)_mm512_unpackhi_ps(quarter[2], quarter[3]);
+        const auto a = (__m512d)_mm512_unpacklo_ps(quarter[0], quarter[1]);
+        const auto b = (__m512d)_mm512_unpackhi_ps(quarter[0], quarter[1]);
+        const auto c = (__m512d)_mm512_unpacklo_ps(quarter[2], quarter[3]);
+        const auto d = (__m512d)_mm512_unpackhi_ps(quarter[2], quarter[3]);
         float* to = rows + q * kKeyTile;
         store(to, (vf)_mm512_unpacklo_pd(a, c));
         store(to + kKeyTile, (vf)_mm512_unpackhi_pd(a, c));
@@ -122,22 +127,23 @@ INLINE void columns_to_rows(const float* square, int64_t queries, float* rows) {
 }
 
 // s.scores[queries][kKeyTile] of the keys; those beyond the last one mean nothing.
-INLINE void score_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>& s, int64_t queries, TileAhead& ahead) {
-    float* squares = s.scores + kGroupQueries * kKeyTile;  // [kKeyTile][16]
+INLINE void score_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>& s, int64_t queries,
+                           TileAhead& ahead) {
+    float* squares = s.scores + kGroupQueries * kKeyTile;  // [kKeyTile][16], in place of the next group's scores
     const int64_t steps = s.head / 32, bytes = s.head * 2;
-    memory_is_read();
+    compiler_barrier();
     for (int64_t key = 0; key < k.count; key += 16) {
-        const char* keys = static_cast<const char*>(k.cells.cache.keys) + Cells::at(k.cells, k.start + key);
+        const char* keys = static_cast<const char*>(k.cells.cache.keys) + cell_at(k.cells, k.start + key);
         _tile_zero(7);
         for (int64_t step = 0; step < steps; step++) {
             _tile_loadd(5, keys + step * 64, bytes);
             _tile_loadd(6, query_columns(s) + step * 512, 64);
             _tile_dpbf16ps(7, 5, 6);
-            CellsAhead::some(ahead.keys, (16 * ahead.each + steps - 1) / steps);
+            fetch_some(ahead.keys, (16 * ahead.each + steps - 1) / steps);
         }
         _tile_stored(7, squares + key * 16, 64);
     }
-    memory_is_read();
+    compiler_barrier();
     for (int64_t key = 0; key < k.count; key += 16) columns_to_rows(squares + key * 16, queries, s.scores + key);
 }
 
@@ -149,7 +155,8 @@ INLINE void pair_values(const KeysInPlace& k, int64_t first, int64_t column, int
             for (int64_t i = key * 64; i < 32 * 64; i += 2 * kWidth) store_as(to + i, vi{});
             return;
         }
-        const char* cell = static_cast<const char*>(k.cells.cache.values) + Cells::at(k.cells, k.start + first + key) + 2 * column;
+        const int64_t at = cell_at(k.cells, k.start + first + key) + 2 * column;
+        const char* cell = static_cast<const char*>(k.cells.cache.values) + at;
         for (int64_t i = key; i < key + 16; i += 2, cell += 4 * head) {
             uint16_t* pair = to + i * 64;
             const auto* even = reinterpret_cast<const uint16_t*>(cell);
@@ -158,7 +165,7 @@ INLINE void pair_values(const KeysInPlace& k, int64_t first, int64_t column, int
                 const __m512i b = i + 1 < left ? load_as<__m512i>(even + head + d) : __m512i{};
                 store_pairs(a, b, pair + 2 * d);
             }
-            CellsAhead::some(ahead.values, 2 * ahead.each);
+            fetch_some(ahead.values, 2 * ahead.each);
         }
     }
 }
@@ -170,7 +177,7 @@ INLINE void add_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>&
         const bool wide = column + 32 < s.head;
         float* sums = p.values + column;
         pair_values(k, 0, column, s.head, value_pairs(s, 0), ahead);
-        memory_is_read();
+        compiler_barrier();
         _tile_loadd(0, sums, row_bytes);
         _tile_loadd(1, sums + 16, row_bytes);
         if (wide) {
@@ -180,7 +187,7 @@ INLINE void add_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>&
         for (int64_t key = 0; key < k.count; key += 32) {
             // The next pairs first: these ones are on their way to where tile registers load from.
             if (key + 32 < k.count) pair_values(k, key + 32, column, s.head, value_pairs(s, key / 32 + 1), ahead);
-            memory_is_read();
+            compiler_barrier();
             const uint16_t* values = value_pairs(s, key / 32);
             _tile_loadd(4, s.weights + key, kKeyTile * 2);
             _tile_loadd(5, values, 256);
@@ -199,6 +206,6 @@ INLINE void add_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>&
             _tile_stored(2, sums + 32, row_bytes);
             _tile_stored(3, sums + 48, row_bytes);
         }
-        memory_is_read();
+        compiler_barrier();
     }
 }

@@ -29,7 +29,7 @@ struct AttentionScratch {
     AttentionScratch(float* memory, int64_t num_queries, int64_t head_dim) {
         head = padded_head(head_dim);
         room = rounded_up(num_queries, kGroupQueries);
-        keys = reinterpret_cast<T*>(memory);  // keys and values first: their padding stays where it is, and zero
+        keys = reinterpret_cast<T*>(memory);  // keys and values first: their padding, if any, stays where it is, and zero
         values = keys + head * kKeyTile;
         queries = values + head * kKeyTile;
         weights = queries + room * head;
@@ -48,13 +48,13 @@ struct Cells {
     CacheLayer cache;
     const int32_t* block_table;
     int64_t kv_head;
-
-    // How many bytes into the layer's keys, or values, the cell of a position is.
-    INLINE int64_t at(const Cells& c, int64_t position) {
-        const int64_t block = c.block_table[position / c.cache.block_size] * c.cache.kv_heads + c.kv_head;
-        return (block * c.cache.block_size + position % c.cache.block_size) * cell_bytes(c.cache.format, c.cache.head_dim);
-    }
 };
+
+// How many bytes into the layer's keys, or values, the cell of a position is.
+INLINE int64_t cell_at(const Cells& c, int64_t position) {
+    const int64_t block = c.block_table[position / c.cache.block_size] * c.cache.kv_heads + c.kv_head;
+    return (block * c.cache.block_size + position % c.cache.block_size) * cell_bytes(c.cache.format, c.cache.head_dim);
+}
 
 // Keys, or values, that the thread will need soon, fetched a few cells at a time while it works on others: all at once,
 // they would fill the processor's queue for memory, and it would wait.
@@ -64,20 +64,20 @@ struct CellsAhead {
     int64_t position, end;
     const char* cell = nullptr;
     int64_t in_block = 0;  // cells from `cell` on
-
-    INLINE void some(CellsAhead& a, int64_t count) {
-        const int64_t bytes = cell_bytes(a.cells.cache.format, a.cells.cache.head_dim);
-        for (; count > 0 && a.position < a.end; count--, a.position++) {
-            if (a.in_block == 0) {
-                a.cell = static_cast<const char*>(a.layer) + Cells::at(a.cells, a.position);
-                a.in_block = a.cells.cache.block_size - a.position % a.cells.cache.block_size;
-            }
-            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(a.cell + i, 0, 2);
-            a.cell += bytes;
-            a.in_block--;
-        }
-    }
 };
+
+INLINE void fetch_some(CellsAhead& a, int64_t count) {
+    const int64_t bytes = cell_bytes(a.cells.cache.format, a.cells.cache.head_dim);
+    for (; count > 0 && a.position < a.end; count--, a.position++) {
+        if (a.in_block == 0) {
+            a.cell = static_cast<const char*>(a.layer) + cell_at(a.cells, a.position);
+            a.in_block = a.cells.cache.block_size - a.position % a.cells.cache.block_size;
+        }
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(a.cell + i, 0, 2);
+        a.cell += bytes;
+        a.in_block--;
+    }
+}
 
 // The first tile of `next`, to be fetched while one of `count` keys is worked on: `each` cells for each of its keys.
 struct TileAhead {
@@ -108,7 +108,7 @@ INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, i
             transpose(square);
             UNROLL
             for (int i = 0; i < kWidth; i++) store_as(keys + ((w + i) * kKeyTile + lane + j) * kPair, square[i]);
-            CellsAhead::some(ahead, (each * kWidth * kWidth + words - 1) / words);
+            fetch_some(ahead, (each * kWidth * kWidth + words - 1) / words);
         }
         for (int64_t d = w * kPair; d < head_dim; d++)
             for (int i = 0; i < kWidth; i++)
@@ -123,7 +123,7 @@ INLINE void pack_values(const float* from, int64_t count, int64_t head_dim, floa
                         CellsAhead& ahead, int64_t each) {
     for (int64_t j = 0; j < count; j++) {
         __builtin_memcpy(values + (lane + j) * head, from + j * head_dim, static_cast<size_t>(head_dim) * 4);
-        CellsAhead::some(ahead, each);
+        fetch_some(ahead, each);
     }
 }
 
@@ -141,7 +141,7 @@ INLINE void store_pairs(__m512i even, __m512i odd, uint16_t* to) {
 INLINE void pack_values(const uint16_t* from, int64_t count, int64_t head_dim, uint16_t* values, int64_t head,
                         int64_t lane, CellsAhead& ahead, int64_t each) {
     for (int64_t j = 0; j < count;) {
-        CellsAhead::some(ahead, 2 * each);
+        fetch_some(ahead, 2 * each);
         const uint16_t* row = from + j * head_dim;
         uint16_t* to = values + (lane + j) / 2 * head * 2;
         int64_t d = 0;
@@ -190,7 +190,7 @@ static void load_tile(const Cells& cells, int64_t start, int64_t count, const At
     };
     for (int64_t lane = 0; lane < count;) {
         const int64_t position = start + lane, in_block = c.block_size - position % c.block_size;
-        const int64_t run = min_of(count - lane, in_block), at = Cells::at(cells, position);
+        const int64_t run = min_of(count - lane, in_block), at = cell_at(cells, position);
         // The rest of the block, whatever is there: whole squares are faster, and scores of unseen keys go unused.
         const int64_t most = min_of(kKeyTile - lane, in_block);
         pack_keys(numbers(c.keys, at, most), most, c.head_dim, s.keys, lane, ahead.keys, ahead.each);

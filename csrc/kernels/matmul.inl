@@ -68,10 +68,11 @@ INLINE void add_panels(const uint16_t* a, int64_t lda, const uint16_t* b, int64_
 struct Fetch {
     const char *next, *end;
     int64_t lines;  // in each step
-    INLINE void some(Fetch& f) {
-        for (int64_t i = 0; i < f.lines && f.next < f.end; i++, f.next += 64) __builtin_prefetch(f.next, 0, 2);
-    }
 };
+
+INLINE void fetch_some(Fetch& f) {
+    for (int64_t i = 0; i < f.lines && f.next < f.end; i++, f.next += 64) __builtin_prefetch(f.next, 0, 2);
+}
 
 // The panels that come after panels [first, first + count) of a call for units [unit, unit_end), fetched while the rows
 // go past those: in `steps` steps for each of the row tiles. (One row of 4-bit weights reads memory at 110 % of a plain
@@ -100,7 +101,7 @@ static void panel_tile(const T* x, int64_t stride, const T* panels, int64_t k, f
         for (int64_t i = 0; i < k; i += kFetchStep) {
             const int64_t size = k - i < kFetchStep ? k - i : kFetchStep;
             add_panels<R, V>(x + i, stride, panels + output * scale + i * kPanel, panel_size, size, acc);
-            Fetch::some(fetch);
+            fetch_some(fetch);
         }
         UNROLL
         for (int r = 0; r < R; r++)

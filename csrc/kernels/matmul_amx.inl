@@ -12,8 +12,8 @@ constexpr int64_t kTile = 1024, kPanelStep = 2 * kTile;  // bytes; of a panel fo
 constexpr int64_t kSlabRows = 512;                       // rows whose gate outputs wait for the up panel
 constexpr int64_t kFewRows = 16;                         // quantised: not worth tiles
 
-// The compiler does not know that tile instructions read memory.
-INLINE void memory_is_read() { asm volatile("" ::: "memory"); }
+// The compiler does not know that tile instructions read and write memory.
+INLINE void compiler_barrier() { asm volatile("" ::: "memory"); }
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -22,7 +22,7 @@ struct alignas(64) TileConfig {
 };
 
 INLINE void configure(const TileConfig& config) {
-    memory_is_read();
+    compiler_barrier();
     _tile_loadconfig(&config);
 }
 
@@ -78,16 +78,17 @@ INLINE void add_wide(const char* x, int64_t x_bytes, const char* b, const char* 
 struct Pending {
     int64_t row = 0, rows = 0, unit = 0;
     const float *tile = nullptr, *up = nullptr;
-    INLINE void some(const Matmul& m, Pending& p, int64_t count) {
-        if (p.rows < count) count = p.rows;
-        if (count == 0) return;
-        finish(m, p.row, count, p.unit, p.tile, p.up);
-        p.row += count;
-        p.rows -= count;
-        p.tile += count * kPanel;
-        p.up += count * kPanel;
-    }
 };
+
+INLINE void finish_some(const Matmul& m, Pending& p, int64_t count) {
+    if (p.rows < count) count = p.rows;
+    if (count == 0) return;
+    finish(m, p.row, count, p.unit, p.tile, p.up);
+    p.row += count;
+    p.rows -= count;
+    p.tile += count * kPanel;
+    p.up += count * kPanel;
+}
 
 // Sums of up to 32 rows (more than 16 if `two`) and one panel. In each step, also does some of `work`.
 template <class Work>
@@ -137,7 +138,7 @@ static void few_rows(const Matmul& m, int64_t row, int64_t rows, int64_t unit, i
             wide_tile<2>(x, m.x_bytes, panel, steps, rows, tile, after);
         else
             wide_tile<1>(x, m.x_bytes, panel, steps, rows, tile, after);
-        memory_is_read();
+        compiler_barrier();
         finish_panels(m, row, rows, at, panels, tile);
     });
 }
@@ -168,7 +169,7 @@ INLINE void for_blocks(const Matmul& m, int64_t row, int64_t row_end, int64_t un
             pending = {r, rows, p / panels, gated ? gate : tile, tile};
         }
     }
-    Pending::some(m, pending, pending.rows);
+    finish_some(m, pending, pending.rows);
 }
 
 static void many_rows(const Matmul& m, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end, char* scratch) {
@@ -190,8 +191,8 @@ static void many_rows(const Matmul& m, int64_t row, int64_t row_end, int64_t uni
             _tile_zero(2);
             _tile_zero(3);
             add_block(static_cast<const char*>(m.x) + r * m.x_bytes, m.x_bytes, rows > 16, panel, steps, [&] {
-                Fetch::some(fetch);
-                Pending::some(m, pending, pending_rows);
+                fetch_some(fetch);
+                finish_some(m, pending, pending_rows);
             });
             _tile_stored(0, to, kPanel * 4);
             _tile_stored(1, to + 16, kPanel * 4);
@@ -199,7 +200,7 @@ static void many_rows(const Matmul& m, int64_t row, int64_t row_end, int64_t uni
                 _tile_stored(2, to + 16 * kPanel, kPanel * 4);
                 _tile_stored(3, to + 16 * kPanel + 16, kPanel * 4);
             }
-            memory_is_read();
+            compiler_barrier();
         });
 }
 
@@ -277,7 +278,7 @@ static void int_block(const Matmul& m, const char* x, const char* panel, const c
                 }
                 _tile_stored(0, sums[0], 64);
             }
-            Fetch::some(fetch);
+            fetch_some(fetch);
             if (turn < 2) continue;
             const int64_t done = planes == 1 ? turn - 2 : turn / 2 - 1;  // the same plane's group before
             scale_group<Four_bits>(sums[turn % 2], reinterpret_cast<const char*>(row_scales(x, groups, plane) + done), m.x_bytes,
@@ -306,10 +307,10 @@ static void matmul_int_tiles(const Matmul& m, int64_t row, int64_t row_end, int6
                 panel = static_cast<const char*>(m.panels) + p * panel_size;
                 fetch = fetch_next(m, panel_size, unit, unit_end, p, 1, 2 * blocks, groups);
                 unpack_panel<Four_bits>(panel, groups, unpacked);
-                memory_is_read();
+                compiler_barrier();
             },
             [&](int64_t r, int64_t, float* to, Pending& pending) {
-                Pending::some(m, pending, pending.rows);
+                finish_some(m, pending, pending.rows);
                 int_block<Four_bits>(m, static_cast<const char*>(m.x) + r * m.x_bytes, panel, unpacked, to, fetch);
             });
     }

@@ -1,8 +1,10 @@
 // Packed matmul with 8- and 4-bit weights in integer arithmetic. The products of a group of 32 are summed up exactly;
-// then, group after group in ascending order (and plane after plane of x), y = fma(scale of the weights · scale of x,
-// sum, y), and with 4 bits
-// y = fma(minimum, scale of x · Σ q of x, y). One accumulator for each output, whatever the number of rows, so all tile
-// heights agree bit for bit. Part of kernels.cpp.
+// then, group after group in ascending order (and plane after plane of x),
+//
+//   y = fma(scale of the weights · scale of x, sum, y), and with 4 bits y = fma(minimum, scale of x · Σ q of x, y).
+//
+// One accumulator for each output, whatever the number of rows, so all tile heights agree bit for bit. Part of
+// kernels.cpp.
 
 INLINE vf widen_half(const uint16_t* from) {
 #if defined(__AVX512F__)
@@ -106,7 +108,7 @@ static void int_tile(const Matmul& m, const char* x, const char* panel, float* t
             const char* quants = reinterpret_cast<const char*>(row_quants(x, groups, plane) + g * kGroup);
             const char* x_scales = reinterpret_cast<const char*>(row_scales(x, groups, plane) + g);
             const auto x_scale = [&](int r) { return reinterpret_cast<const GroupScale*>(x_scales + r * stride); };
-            Fetch::some(fetch);
+            fetch_some(fetch);
             const char* group = panel + g * (Four_bits ? kGroupBytes4 : kGroupBytes8);
             vi sum[R][kIntVectors];
             UNROLL

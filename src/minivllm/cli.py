@@ -290,6 +290,8 @@ def main() -> None:
     except OSError as error:  # a full disk, say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _fail(str(error), 1)
+    except MemoryError:
+        _fail("memory is exhausted; use a smaller model, or fewer --num-blocks", 1)
     except typer.Abort:
         sys.exit(130)
     except Exception as error:

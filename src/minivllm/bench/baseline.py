@@ -23,7 +23,7 @@ try:
     import torch.nn.functional as F
     from torch import Tensor
 except ImportError as error:
-    raise ConfigError("the baseline needs PyTorch: pip install 'minivllm[bench]'") from error
+    raise ConfigError("the baseline needs PyTorch: pip install '.[bench]'") from error
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

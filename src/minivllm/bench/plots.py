@@ -17,7 +17,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 except ImportError as error:
-    raise ConfigError("plots need pandas and matplotlib: pip install 'minivllm[bench]'") from error
+    raise ConfigError("plots need pandas and matplotlib: pip install '.[bench]'") from error
 
 _NUMBERS = (
     "prompt_tokens", "new_tokens", "block_size", "concurrency", "threads", "timed_runs", "avg_seconds",

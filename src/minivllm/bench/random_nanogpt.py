@@ -17,7 +17,7 @@ from minivllm.errors import ConfigError
 try:
     import torch
 except ImportError as error:
-    raise ConfigError("the benchmark's model needs PyTorch: pip install 'minivllm[bench]'") from error
+    raise ConfigError("the benchmark's model needs PyTorch: pip install '.[bench]'") from error
 
 #: The defaults of NanoGPT's GPTConfig; its ``block_size`` is the context length
 GPT2_124M: Mapping[str, Any] = {

@@ -88,14 +88,22 @@ MODEL_ALIASES = tuple(alias for alias, package in _PACKAGES.items() if package.i
 
 
 def cache_directory() -> Path:
-    """$MINIVLLM_CACHE, else mini-vllm in $XDG_CACHE_HOME, else ~/.cache/mini-vllm. Need not exist."""
+    """$MINIVLLM_CACHE, else mini-vllm in $XDG_CACHE_HOME, else ~/.cache/mini-vllm. Need not exist.
+
+    Raises:
+        ModelError: there is no home directory.
+    """
     if chosen := os.environ.get("MINIVLLM_CACHE"):
         try:
             return Path(chosen).expanduser()
         except RuntimeError as error:  # ~nobody
             raise ModelError(f"MINIVLLM_CACHE is {chosen!r}: {error}") from None
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "mini-vllm"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "mini-vllm"
+    try:
+        return Path.home() / ".cache" / "mini-vllm"
+    except RuntimeError:  # no $HOME, and no entry for this user
+        raise ModelError("this user has no home directory; set MINIVLLM_CACHE to one for models") from None
 
 
 def pulled(alias: str) -> Path | None:

@@ -23,7 +23,7 @@ def check_png(path: Path) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ConfigError("pictures need matplotlib: pip install 'minivllm[bench]'") from error
+        raise ConfigError("pictures need matplotlib: pip install '.[bench]'") from error
 
 
 def write_png(report: MemoryReport, path: Path) -> None:

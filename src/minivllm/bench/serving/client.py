@@ -23,7 +23,7 @@ from minivllm.errors import ConfigError, shown
 try:
     import aiohttp
 except ImportError as error:
-    raise ConfigError("`bench serve` needs aiohttp: pip install 'minivllm[bench]'") from error
+    raise ConfigError("`bench serve` needs aiohttp: pip install '.[bench]'") from error
 
 Endpoint = Literal["chat", "completions"]
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}

@@ -13,7 +13,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 except ImportError as error:
-    raise ConfigError("--plot needs matplotlib: pip install 'minivllm[bench]'") from error
+    raise ConfigError("--plot needs matplotlib: pip install '.[bench]'") from error
 
 _BINS = 60
 
