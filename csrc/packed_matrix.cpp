@@ -104,8 +104,9 @@ bool is_kept(Stored stored, Format format) {
 uint16_t finite_half(float x) { return to_half(std::abs(x) <= 65504.f ? x : std::nanf("")); }
 
 Quantized take_over(const Group& group, Format format) {
+    const int offset = format == Format::int8 ? 128 : 0;
     Quantized result{{}, finite_half(group.d[0]), finite_half(group.m[0])};
-    for (int64_t i = 0; i < kGroup; i++) result.q[i] = static_cast<uint8_t>(group.q[i] + (format == Format::int8 ? 128 : 0));
+    for (int64_t i = 0; i < kGroup; i++) result.q[i] = static_cast<uint8_t>(group.q[i] + offset);
     return result;
 }
 
