@@ -49,7 +49,7 @@ inline uint16_t to_half(float x) {
     const uint32_t magic_bits = exponent + (13u << 23);
     float magic;
     std::memcpy(&magic, &magic_bits, 4);
-    volatile float sum = size + magic;
+    const float sum = size + magic;
     const float rounded = (sum - magic) * 0x1p-112f;
     std::memcpy(&bits, &rounded, 4);
     return static_cast<uint16_t>(sign | bits >> 13);
