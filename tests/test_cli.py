@@ -94,19 +94,17 @@ def test_closed_output() -> None:
     assert closed.returncode == 1 and closed.stderr == "mini-vllm: standard output is closed\n"
 
 
-def test_memory_that_is_too_short_is_one_line(model: Path) -> None:
-    code = """
-import resource
-from minivllm.cli import main
-import minivllm.llm, minivllm._core  # what is loaded is there: the model's file no longer fits
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20),) * 2)
-main()
-"""
-    program = [sys.executable, "-c", code, "generate", str(model), "a"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1 and "memory" in done.stderr, done.stderr
+def test_memory_that_is_too_short_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exhausted(*arguments: object, **options: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("minivllm.cli.app", exhausted)
+    with pytest.raises(SystemExit) as exit_status:
+        minivllm.__main__.main()
+    assert exit_status.value.code == 1
+    assert capsys.readouterr().err.startswith("mini-vllm: memory is exhausted")
 
 
 def test_chat_goes_on_after_a_refused_message(model: Path) -> None:
