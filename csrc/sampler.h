@@ -6,16 +6,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/kernels.h"
+#include "batch.h"
 
 namespace minivllm {
-
-template <class T>
-struct Array {
-    const T* data;
-    int64_t size;
-    const T& operator[](int64_t i) const { return data[i]; }
-};
 
 // minivllm.batch.SamplingBatch: one entry a row, unless said otherwise there.
 struct SamplingBatch {
