@@ -26,7 +26,7 @@ struct Batch {
     Array<int32_t> hidden_rows;
 };
 
-// minivllm.kv_cache.kv_pool: the memory [layers][K, V][blocks][kv_heads][block_size] cells, owned by the caller.
+// minivllm.kv_cache.kv_pool: the memory [layers][blocks][kv_heads][K, V][block_size] cells, owned by the caller.
 struct Pool {
     void* data;
     CacheFormat format;

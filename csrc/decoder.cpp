@@ -67,25 +67,24 @@ StepResult Decoder::execute(const Batch& batch, const SamplingBatch& sampling,
 
 CacheLayer Decoder::cache_layer(int64_t layer) const {
     const ModelConfig& c = model_.config;
-    const int64_t half = pool_.num_blocks * c.num_kv_heads * pool_.block_size * cell_bytes(pool_.format, c.head_dim);
-    char* keys = static_cast<char*>(pool_.data) + 2 * layer * half;
-    return {pool_.format, keys, keys + half, c.num_kv_heads, pool_.block_size, c.head_dim};
+    CacheLayer result{pool_.format, pool_.data, c.num_kv_heads, pool_.block_size, c.head_dim};
+    result.cells = keys_of(result, layer * pool_.num_blocks, 0);
+    return result;
 }
 
 void Decoder::copy_blocks(const Batch& batch) {
     const ModelConfig& c = model_.config;
     if (batch.block_copies.size == 0) return;
-    // In order within a layer's keys or values, in case one copy's source is another's destination.
-    threads_.run(2 * c.num_layers, [&](int64_t piece, int) {
-        const CacheLayer layer = cache_layer(piece / 2);
-        char* data = static_cast<char*>(piece % 2 ? layer.values : layer.keys);
-        const int64_t slot_bytes = cell_bytes(pool_.format, c.head_dim), head_bytes = slot_bytes * pool_.block_size;
+    // In order within a layer, in case one copy's source is another's destination.
+    threads_.run(c.num_layers, [&](int64_t index, int) {
+        const CacheLayer layer = cache_layer(index);
         for (int64_t i = 0; i < batch.block_copies.size; i += 3) {
             const int64_t source = batch.block_copies[i], destination = batch.block_copies[i + 1];
-            for (int64_t head = 0; head < c.num_kv_heads; head++)
-                std::memcpy(data + (destination * c.num_kv_heads + head) * head_bytes,
-                            data + (source * c.num_kv_heads + head) * head_bytes,
-                            static_cast<size_t>(batch.block_copies[i + 2] * slot_bytes));
+            const auto bytes = static_cast<size_t>(batch.block_copies[i + 2] * cell_bytes(layer.format, layer.head_dim));
+            for (int64_t head = 0; head < c.num_kv_heads; head++) {
+                std::memcpy(keys_of(layer, destination, head), keys_of(layer, source, head), bytes);
+                std::memcpy(values_of(layer, destination, head), values_of(layer, source, head), bytes);
+            }
         }
     });
 }

@@ -165,7 +165,7 @@ def test_batch_agrees_with_its_definition(data: st.DataObject, block_size: int) 
 def test_pool_is_zeroed_aligned_and_of_the_shape_it_says() -> None:
     geometry = KVGeometry(2, 3, 5, 16, 8, "bfloat16")
     pool = KVPool.reserve(geometry)
-    assert pool.data.shape == (2, 2, 3, 5, 16, 8) and pool.data.dtype == np.uint16
+    assert pool.data.shape == (2, 3, 5, 2, 16, 8) and pool.data.dtype == np.uint16
     assert pool.data.nbytes == geometry.num_bytes == 3 * geometry.bytes_per_block
     assert pool.data.ctypes.data % 4096 == 0
     assert not pool.data.any()

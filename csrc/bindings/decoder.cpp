@@ -93,7 +93,7 @@ Pool pool_of(nb::handle pool, const ModelConfig& config) {
     const bool quantized = result.format == CacheFormat::int8;
     result.num_blocks = nb::cast<int64_t>(geometry.attr("num_blocks"));
     result.block_size = nb::cast<int64_t>(geometry.attr("block_size"));
-    const int64_t shape[6] = {config.num_layers, 2, result.num_blocks, config.num_kv_heads, result.block_size,
+    const int64_t shape[6] = {config.num_layers, result.num_blocks, config.num_kv_heads, 2, result.block_size,
                               quantized ? cell_bytes(result.format, config.head_dim) : config.head_dim};
     const auto memory = [&](auto array) {
         if (!nb::try_cast(pool.attr("data"), array, false)) wrong_array("the KV pool's data");

@@ -133,7 +133,7 @@ INLINE void score_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t
     const int64_t steps = s.head / 32, bytes = s.head * 2;
     compiler_barrier();
     for (int64_t key = 0; key < k.count; key += 16) {
-        const char* keys = static_cast<const char*>(k.cells.cache.keys) + cell_at(k.cells, k.start + key);
+        const char* keys = key_at(k.cells, k.start + key);
         _tile_zero(7);
         for (int64_t step = 0; step < steps; step++) {
             _tile_loadd(5, keys + step * 64, bytes);
@@ -155,8 +155,7 @@ INLINE void pair_values(const KeysInPlace& k, int64_t first, int64_t column, int
             for (int64_t i = key * 64; i < 32 * 64; i += 2 * kWidth) store_as(to + i, vi{});
             return;
         }
-        const int64_t at = cell_at(k.cells, k.start + first + key) + 2 * column;
-        const char* cell = static_cast<const char*>(k.cells.cache.values) + at;
+        const char* cell = value_at(k.cells, k.start + first + key) + 2 * column;
         for (int64_t i = key; i < key + 16; i += 2, cell += 4 * head) {
             uint16_t* pair = to + i * 64;
             const auto* even = reinterpret_cast<const uint16_t*>(cell);

@@ -50,17 +50,20 @@ struct Cells {
     int64_t kv_head;
 };
 
-// How many bytes into the layer's keys, or values, the cell of a position is.
-INLINE int64_t cell_at(const Cells& c, int64_t position) {
-    const int64_t block = c.block_table[position / c.cache.block_size] * c.cache.kv_heads + c.kv_head;
-    return (block * c.cache.block_size + position % c.cache.block_size) * cell_bytes(c.cache.format, c.cache.head_dim);
+// The cells of a position's key and value.
+INLINE const char* key_at(const Cells& c, int64_t position) {
+    const int64_t block = c.block_table[position / c.cache.block_size], in_block = position % c.cache.block_size;
+    return keys_of(c.cache, block, c.kv_head) + in_block * cell_bytes(c.cache.format, c.cache.head_dim);
+}
+INLINE const char* value_at(const Cells& c, int64_t position) {
+    return key_at(c, position) + c.cache.block_size * cell_bytes(c.cache.format, c.cache.head_dim);
 }
 
 // Keys, or values, that the thread will need soon, fetched a few cells at a time while it works on others: all at once,
 // they would fill the processor's queue for memory, and it would wait.
 struct CellsAhead {
     Cells cells;
-    const void* layer;
+    bool values;
     int64_t position, end;
     const char* cell = nullptr;
     int64_t in_block = 0;  // cells from `cell` on
@@ -70,7 +73,7 @@ INLINE void fetch_some(CellsAhead& a, int64_t count) {
     const int64_t bytes = cell_bytes(a.cells.cache.format, a.cells.cache.head_dim);
     for (; count > 0 && a.position < a.end; count--, a.position++) {
         if (a.in_block == 0) {
-            a.cell = static_cast<const char*>(a.layer) + cell_at(a.cells, a.position);
+            a.cell = a.values ? value_at(a.cells, a.position) : key_at(a.cells, a.position);
             a.in_block = a.cells.cache.block_size - a.position % a.cells.cache.block_size;
         }
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(a.cell + i, 0, 2);
@@ -85,8 +88,8 @@ struct TileAhead {
     int64_t each;
 
     TileAhead(const CacheLayer& c, const NextKeys& next, int64_t count)
-        : keys{{c, next.block_table, next.kv_head}, c.keys, next.position, min_of(next.position + kKeyTile, next.end)},
-          values{keys.cells, c.values, keys.position, keys.end},
+        : keys{{c, next.block_table, next.kv_head}, false, next.position, min_of(next.position + kKeyTile, next.end)},
+          values{keys.cells, true, keys.position, keys.end},
           each((keys.end - keys.position + count - 1) / count) {}
 };
 
@@ -179,8 +182,7 @@ INLINE void clear_values(T* values, int64_t head, int64_t lane, int64_t end) {
 template <class T>
 static void load_tile(const Cells& cells, int64_t start, int64_t count, const AttentionScratch<T>& s, TileAhead& ahead) {
     const CacheLayer& c = cells.cache;
-    const auto numbers = [&](const void* layer, int64_t at, [[maybe_unused]] int64_t cells_count) {
-        const char* from = static_cast<const char*>(layer) + at;
+    const auto numbers = [&](const char* from, [[maybe_unused]] int64_t cells_count) {
         if constexpr (sizeof(T) == 2)
             if (c.format == CacheFormat::int8) {
                 dequantize_cells(from, cells_count, c.head_dim, s.cells);
@@ -190,11 +192,11 @@ static void load_tile(const Cells& cells, int64_t start, int64_t count, const At
     };
     for (int64_t lane = 0; lane < count;) {
         const int64_t position = start + lane, in_block = c.block_size - position % c.block_size;
-        const int64_t run = min_of(count - lane, in_block), at = cell_at(cells, position);
+        const int64_t run = min_of(count - lane, in_block);
         // The rest of the block, whatever is there: whole squares are faster, and scores of unseen keys go unused.
         const int64_t most = min_of(kKeyTile - lane, in_block);
-        pack_keys(numbers(c.keys, at, most), most, c.head_dim, s.keys, lane, ahead.keys, ahead.each);
-        pack_values(numbers(c.values, at, run), run, c.head_dim, s.values, s.head, lane, ahead.values, ahead.each);
+        pack_keys(numbers(key_at(cells, position), most), most, c.head_dim, s.keys, lane, ahead.keys, ahead.each);
+        pack_values(numbers(value_at(cells, position), run), run, c.head_dim, s.values, s.head, lane, ahead.values, ahead.each);
         lane += run;
     }
     clear_values(s.values, s.head, count, rounded_up(count, kKeyStep));

@@ -110,10 +110,18 @@ static inline constexpr int64_t cell_bytes(CacheFormat format, int64_t head_dim)
 // The part of the KV pool that belongs to one layer.
 struct CacheLayer {
     CacheFormat format;
-    void* keys;    // [blocks][kv_heads][block_size] cells
-    void* values;  // likewise
+    void* cells;  // [blocks][kv_heads][K, V][block_size]: a head's keys and values of a block are one run of memory
     int64_t kv_heads, block_size, head_dim;
 };
+
+// The keys of a block and kv head, block_size cells, and the values, which follow them.
+static inline char* keys_of(const CacheLayer& c, int64_t block, int64_t kv_head) {
+    const int64_t cells = (block * c.kv_heads + kv_head) * 2 * c.block_size;
+    return static_cast<char*>(c.cells) + cells * cell_bytes(c.format, c.head_dim);
+}
+static inline char* values_of(const CacheLayer& c, int64_t block, int64_t kv_head) {
+    return keys_of(c, block, kv_head) + c.block_size * cell_bytes(c.format, c.head_dim);
+}
 
 // Rotates k (in float32, by halves) and stores k and v in the cache.
 struct RopeAndStore {

@@ -148,21 +148,17 @@ INLINE void dequantize_cells(const char* cell, int64_t count, int64_t size, uint
     }
 }
 
-INLINE void store_row(const RopeAndStore& m, const float* from, void* to, int64_t slot) {
-    const CacheLayer& c = m.cache;
-    const int64_t block = slot / c.block_size, offset = slot % c.block_size, bytes = cell_bytes(c.format, c.head_dim);
-    for (int64_t head = 0; head < c.kv_heads; head++, from += c.head_dim) {
-        char* cell = static_cast<char*>(to) + ((block * c.kv_heads + head) * c.block_size + offset) * bytes;
-        switch (c.format) {
-            case CacheFormat::f32: put_all(reinterpret_cast<float*>(cell), from, c.head_dim); break;
-            case CacheFormat::bf16: put_all(reinterpret_cast<uint16_t*>(cell), from, c.head_dim); break;
-            case CacheFormat::int8: quantize_cell(from, c.head_dim, cell); break;
-        }
+INLINE void store_cell(const CacheLayer& c, const float* from, char* cell) {
+    switch (c.format) {
+        case CacheFormat::f32: put_all(reinterpret_cast<float*>(cell), from, c.head_dim); break;
+        case CacheFormat::bf16: put_all(reinterpret_cast<uint16_t*>(cell), from, c.head_dim); break;
+        case CacheFormat::int8: quantize_cell(from, c.head_dim, cell); break;
     }
 }
 
 static void rope_and_store(const RopeAndStore& m, int64_t row, int64_t row_end) {
     const CacheLayer& c = m.cache;
+    const int64_t bytes = cell_bytes(c.format, c.head_dim);
     for (; row < row_end; row++) {
         if (m.slots[row] < 0) continue;  // stored already
         float* k = m.qkv + row * m.qkv_stride + m.heads * c.head_dim;
@@ -170,8 +166,11 @@ static void rope_and_store(const RopeAndStore& m, int64_t row, int64_t row_end) 
         if (m.cos_sin)
             for (float* head = k; head < v; head += c.head_dim)
                 rotate(head, m.cos_sin + row * c.head_dim, c.head_dim / 2, head);
-        store_row(m, k, c.keys, m.slots[row]);
-        store_row(m, v, c.values, m.slots[row]);
+        const int64_t block = m.slots[row] / c.block_size, in_block = m.slots[row] % c.block_size * bytes;
+        for (int64_t head = 0; head < c.kv_heads; head++) {
+            store_cell(c, k + head * c.head_dim, keys_of(c, block, head) + in_block);
+            store_cell(c, v + head * c.head_dim, values_of(c, block, head) + in_block);
+        }
     }
 }
 

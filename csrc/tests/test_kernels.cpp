@@ -167,7 +167,7 @@ struct Cache {
     int64_t kv_heads, block_size, head_dim, num_blocks;
     std::vector<int32_t> table;
     Floats keys, values;             // what the cells say
-    std::vector<char> k_cells, v_cells;
+    std::vector<char> cells;         // [blocks][kv_heads][K, V][block_size]
     CacheFormat format;
 
     Cache(int64_t kv_heads_, int64_t block_size_, int64_t head_dim_, int64_t context, CacheFormat format_)
@@ -176,39 +176,40 @@ struct Cache {
         for (int32_t i = 0; i < num_blocks; i++) table.push_back(i);
         std::shuffle(table.begin(), table.end(), generator);
         keys = values = Floats(static_cast<size_t>(num_blocks * kv_heads * block_size * head_dim), kNan);
-        const size_t cells = keys.size() / static_cast<size_t>(head_dim);
-        k_cells = v_cells = std::vector<char>(cells * bytes(), '\xff');  // NaN in every format
+        cells = std::vector<char>(2 * keys.size() / static_cast<size_t>(head_dim) * bytes(), '\xff');  // NaN in every format
         for (int64_t position = 0; position < context; position++)
             for (int64_t head = 0; head < kv_heads; head++) {
-                const size_t first = at(position, head, 0);
-                write(random_floats(head_dim), k_cells, first);
-                write(random_floats(head_dim), v_cells, first);
-                for (size_t d = 0; d < static_cast<size_t>(head_dim); d++) {
-                    keys[first + d] = read(k_cells, first + d);
-                    values[first + d] = read(v_cells, first + d);
+                write(random_floats(head_dim), cell(position, head, false));
+                write(random_floats(head_dim), cell(position, head, true));
+                for (int64_t d = 0; d < head_dim; d++) {
+                    keys[at(position, head, d)] = read(cell(position, head, false), d);
+                    values[at(position, head, d)] = read(cell(position, head, true), d);
                 }
             }
     }
 
     size_t bytes() const { return static_cast<size_t>(cell_bytes(format, head_dim)); }
 
-    // Element `at` as its cell says; that of 8 bits rounded to bfloat16, as attention reads it.
-    float read(const std::vector<char>& cells, size_t at) const {
-        const auto size = static_cast<size_t>(head_dim);
-        const char* cell = cells.data() + at / size * bytes();
+    char* cell(int64_t position, int64_t head, bool value) {
+        const int64_t block = table[static_cast<size_t>(position / block_size)];
+        const int64_t run = (block * kv_heads + head) * 2 + (value ? 1 : 0);
+        return cells.data() + static_cast<size_t>(run * block_size + position % block_size) * bytes();
+    }
+
+    // A number as its cell says; that of 8 bits rounded to bfloat16, as attention reads it.
+    float read(const char* cell, int64_t d) const {
         float x;
         uint16_t half;
         switch (format) {
-            case CacheFormat::f32: std::memcpy(&x, cell + at % size * 4, 4); return x;
-            case CacheFormat::bf16: std::memcpy(&half, cell + at % size * 2, 2); return widen(half);
+            case CacheFormat::f32: std::memcpy(&x, cell + 4 * d, 4); return x;
+            case CacheFormat::bf16: std::memcpy(&half, cell + 2 * d, 2); return widen(half);
             default:
-                std::memcpy(&x, cell + size, 4);
-                return widen(narrow(static_cast<float>(static_cast<int8_t>(cell[at % size])) * x));
+                std::memcpy(&x, cell + head_dim, 4);
+                return widen(narrow(static_cast<float>(static_cast<int8_t>(cell[d])) * x));
         }
     }
 
-    void write(const Floats& x, std::vector<char>& cells, size_t first) const {
-        char* cell = cells.data() + first / x.size() * bytes();
+    void write(const Floats& x, char* cell) const {
         float largest = 0;
         for (float value : x) largest = std::max(largest, std::abs(value));
         const float scale = largest / 127;
@@ -226,7 +227,7 @@ struct Cache {
         return static_cast<size_t>(((block * kv_heads + head) * block_size + position % block_size) * head_dim + d);
     }
 
-    CacheLayer layer() { return {format, k_cells.data(), v_cells.data(), kv_heads, block_size, head_dim}; }
+    CacheLayer layer() { return {format, cells.data(), kv_heads, block_size, head_dim}; }
 };
 
 void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim, int64_t context, CacheFormat format) {
@@ -318,16 +319,16 @@ void test_rope_and_store(const Kernels& kernels, CacheFormat format) {
                 const float* x = before.data() + r * stride + head * head_dim;
                 const double angle = static_cast<double>(r * 5 + i);
                 const double turned = x[d] * std::cos(angle) + (d < 5 ? -1 : 1) * x[other] * std::sin(angle);
-                const auto stored = [&](const std::vector<char>& cells, int64_t kv_head) {
-                    return cache.read(cells, cache.at(4 + r, kv_head, d));
+                const auto stored = [&](int64_t kv_head, bool value) {
+                    return cache.read(cache.cell(4 + r, kv_head, value), d);
                 };
                 const double tolerance = format == CacheFormat::f32 ? 1e-6 : format == CacheFormat::bf16 ? 5e-3 : 2e-2;
                 if (head < heads)
                     CHECK(qkv[static_cast<size_t>(r * stride + head * head_dim + d)] == x[d]);  // attention turns it
                 else if (head < heads + kv_heads)
-                    CHECK(close(stored(cache.k_cells, head - heads), turned, tolerance));
+                    CHECK(close(stored(head - heads, false), turned, tolerance));
                 else
-                    CHECK(close(stored(cache.v_cells, head - heads - kv_heads), x[d], tolerance));
+                    CHECK(close(stored(head - heads - kv_heads, true), x[d], tolerance));
             }
 }
 

@@ -77,7 +77,7 @@ class TorchExecutor:
         self._checkpoint = checkpoint  # for its fingerprint; its weights stay in their file
         _check_device(device)
         try:
-            self.pool = _pool_tensor(pool, device)  # [layers, 2 (K, V), blocks, Hkv, block_size, D]
+            self.pool = _pool_tensor(pool, device)  # [layers, blocks, Hkv, 2 (K, V), block_size, D]
             self.weights: dict[str, Tensor] = {}
             for tensor in checkpoint.tensors():
                 is_matrix = len(tensor.shape) == 2 and tensor.name != "pos_embed.weight"
@@ -102,7 +102,7 @@ class TorchExecutor:
         """One step: see ``executors.base.Executor``."""
         with torch.inference_mode():
             for source, destination, slots in batch.block_copies.tolist():
-                self.pool[:, :, destination, :, :slots] = self.pool[:, :, source, :, :slots]
+                self.pool[:, destination, ..., :slots, :] = self.pool[:, source, ..., :slots, :]
             x = self._residual(batch)  # [T, hidden]
             hidden = self._norm(x[self._indices(batch.hidden_rows)], "final_norm")  # [E, hidden]
             x = self._norm(x[self._indices(batch.logit_rows)], "final_norm")  # [R, hidden]
@@ -128,15 +128,15 @@ class TorchExecutor:
 
     def read_blocks(self, block_ids: IntArray) -> npt.NDArray[np.uint8]:
         """K and V of these blocks, [n, bytes of a block], in the order of the pool's axes."""
-        blocks = self.pool[:, :, self._indices(block_ids)].movedim(2, 0).flatten(1).contiguous()
+        blocks = self.pool[:, self._indices(block_ids)].transpose(0, 1).flatten(1).contiguous()
         values: npt.NDArray[np.uint8] = blocks.view(torch.uint8).cpu().numpy()
         return values
 
     def write_blocks(self, block_ids: IntArray, values: npt.NDArray[np.uint8]) -> None:
         """Put K and V, as ``read_blocks`` gives them, into these blocks."""
         blocks = torch.from_numpy(values).to(self.device).view(self.pool.dtype)
-        layers, two, _, *rest = self.pool.shape
-        self.pool[:, :, self._indices(block_ids)] = blocks.view(-1, layers, two, *rest).movedim(0, 2)
+        layers, _, *rest = self.pool.shape
+        self.pool[:, self._indices(block_ids)] = blocks.view(-1, layers, *rest).transpose(0, 1)
 
     def _residual(self, batch: Batch) -> Tensor:
         """Embeddings, then every layer: [T, hidden] before the last norm."""
@@ -162,7 +162,7 @@ class TorchExecutor:
             v = self._linear(h, f"{layer}.v").unflatten(1, (config.num_kv_heads, config.head_dim))
             if rotation is not None:
                 q, k = _rotated(q, *rotation), _rotated(k, *rotation)
-            keys, values = self.pool[i]  # [blocks, Hkv, block_size, D] each
+            keys, values = self.pool[i].unbind(2)  # [blocks, Hkv, block_size, D] each
             keys[blocks, :, offsets] = k[new_rows].to(keys.dtype)
             values[blocks, :, offsets] = v[new_rows].to(values.dtype)
             x = x + self._linear(self._attention(q, keys, values, batch).flatten(1), f"{layer}.o")

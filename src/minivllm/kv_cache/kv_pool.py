@@ -1,7 +1,7 @@
 """KVPool: the pre-allocated memory that holds every key and value, and its geometry.
 
-Layout, row-major:  [num_layers, 2 (K, V), num_blocks, num_kv_heads, block_size, cell]
-so that one head of one block is a contiguous tile of block_size cells. A cell is the head_dim numbers of one
+Layout, row-major:  [num_layers, num_blocks, num_kv_heads, 2 (K, V), block_size, cell]
+so that what a head reads of a block, its keys and then its values, is one run of memory. A cell is the head_dim numbers of one
 token; with int8, a byte q for each, x = scale · q, and then the four bytes of their float32 scale. Knows
 nothing of sequences.
 """
@@ -36,9 +36,9 @@ class KVGeometry:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        """[num_layers, 2, num_blocks, num_kv_heads, block_size, cell]; cell: head_dim, with int8 4 more."""
+        """[num_layers, num_blocks, num_kv_heads, 2, block_size, cell]; cell: head_dim, with int8 4 more."""
         cell = self.head_dim + (_SCALE_BYTES if self.dtype == "int8" else 0)
-        return (self.num_layers, 2, self.num_blocks, self.num_kv_heads, self.block_size, cell)
+        return (self.num_layers, self.num_blocks, self.num_kv_heads, 2, self.block_size, cell)
 
     @property
     def bytes_per_block(self) -> int:
@@ -93,12 +93,12 @@ class KVPool:
 
     def read_blocks(self, block_ids: IntArray) -> npt.NDArray[np.uint8]:
         """A copy of these blocks, [n, bytes_per_block]: K and V of each, in the order of the pool's axes."""
-        values = self.data[:, :, block_ids]  # [num_layers, 2, n, num_kv_heads, block_size, cell]
-        ordered = np.ascontiguousarray(np.moveaxis(values, 2, 0))
+        values = self.data[:, block_ids]  # [num_layers, n, num_kv_heads, 2, block_size, cell]
+        ordered = np.ascontiguousarray(values.swapaxes(0, 1))
         return ordered.view(np.uint8).reshape(len(block_ids), self.geometry.bytes_per_block)
 
     def write_blocks(self, block_ids: IntArray, values: npt.NDArray[np.uint8]) -> None:
         """Put back what ``read_blocks`` gave, [n, bytes_per_block], into blocks that nobody uses."""
-        num_layers, two, _, *rest = self.geometry.shape
-        blocks = values.view(self.data.dtype).reshape(len(block_ids), num_layers, two, *rest)
-        self.data[:, :, block_ids] = np.moveaxis(blocks, 0, 2)
+        num_layers, _, *rest = self.geometry.shape
+        blocks = values.view(self.data.dtype).reshape(len(block_ids), num_layers, *rest)
+        self.data[:, block_ids] = blocks.swapaxes(0, 1)

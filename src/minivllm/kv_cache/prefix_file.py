@@ -6,7 +6,7 @@ A safetensors file (github.com/huggingface/safetensors, README), so that other t
                                int32 [n]    int32 [n, size]   uint8 [n, bytes]        uint8 [32]
 
 ``parents`` says which of the blocks before it each one continues, -1: none; ``blocks`` has K and V of each,
-[num_layers, 2, num_kv_heads, block_size, head_dim] as the pool stores them; ``sha256`` is of every byte
+[num_layers, num_kv_heads, 2, block_size, head_dim] as the pool stores them; ``sha256`` is of every byte
 before it, the header's included. The header's metadata is the identity: what must be the same where the
 blocks are used again. Written and read a few blocks at a time (the safetensors package writes only what is
 whole in memory). Knows neither executors nor allocators.
@@ -32,7 +32,7 @@ from minivllm.batch import IntArray
 from minivllm.errors import ModelError, PrefixCacheError, shown
 from minivllm.models.json_file import parse_json
 
-_FORMAT = {"format": "prefix cache of mini-vllm", "format version": "1"}
+_FORMAT = {"format": "prefix cache of mini-vllm", "format version": "2"}
 _MAX_HEADER = 1 << 16  # bytes; ours are a few hundred
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
