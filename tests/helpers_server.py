@@ -23,6 +23,8 @@ from minivllm.server.service import Service
 from minivllm.server.settings import ServerSettings
 
 MODEL = "tiny"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI: Any = [{"role": "user", "content": "Hi"}]
 SERVE = (sys.executable, "-c", "from minivllm.cli import main; main()", "serve")
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -189,3 +191,13 @@ def start_server(model: Path, *options: str) -> tuple["subprocess.Popen[str]", s
         if line.startswith("ready"):
             return process, address
     raise AssertionError(f"it ended with {process.wait()}")
+
+
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error, whose shape is always the same."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json" and response.headers["x-request-id"]
+    body = response.json()
+    assert body.keys() == {"error"} and body["error"].keys() == {"message", "type", "param", "code"}
+    assert body["error"]["message"] and len(body["error"]["message"]) < 700
+    return dict(body["error"])

@@ -243,6 +243,9 @@ def test_peers_are_named_with_their_weights() -> None:
     assert parse_peers("", "int8") == []
     with pytest.raises(ConfigError, match="use BF16"):
         parse_peers("vllm:Q8_0", "int8")
+    for nothing in (",", "vllm,,openvino", "vllm, "):
+        with pytest.raises(ConfigError, match="no engine ''"):
+            parse_peers(nothing, "int8")
 
 
 #: Stands in for llama.cpp: a module of that name whose worker is ours, with an engine that only counts.

@@ -14,14 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers_server import MODEL, Live, events, eventually, live_server, with_setup
+from helpers_server import MODEL, TEXT, Live, events, eventually, live_server, with_setup
 
 from minivllm.server import run
 from minivllm.server.embeddings import Embeddings
 from minivllm.server.middleware import BodyLimit
 from minivllm.server.settings import ServerSettings
-
-TEXT = "/v1/completions"
 
 
 @pytest.fixture

@@ -11,13 +11,11 @@ from typing import Any
 import openai
 import pytest
 from fakes import fake_continuation, fake_next
-from helpers_server import MODEL, Live, events, eventually, live_server, with_setup
+from helpers_server import HI, MODEL, Live, events, eventually, live_server, with_setup
 from pydantic import TypeAdapter
 
 from minivllm.server.responses import ChatCompletion, ChatCompletionChunk, Completion
 from minivllm.text.chat_template import render_chat
-
-HI: Any = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture(scope="module")

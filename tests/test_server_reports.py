@@ -6,12 +6,11 @@ from typing import Any
 import openai
 import pytest
 from fakes import VOCAB_SIZE
-from helpers_server import ENDLESS, MODEL, TEMPLATE, Live, events, live_server, with_setup
+from helpers_server import CHAT, ENDLESS, MODEL, TEMPLATE, TEXT, Live, events, live_server, with_setup
 
 from minivllm.engine.inference_engine import InferenceEngine
 from minivllm.text.tokenizer import Tokenizer
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI: Any = [{"role": "user", "content": "Hi:"}]
 BOS = 1
 #: Tokens beside the single bytes: from id 128 on.

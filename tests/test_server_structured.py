@@ -10,9 +10,8 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from helpers_server import MODEL, Live, events, live_server, with_setup
+from helpers_server import HI, MODEL, Live, events, live_server, with_setup
 
-HI: Any = [{"role": "user", "content": "Hi"}]
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 5}, "size": {"enum": [1, 2, 3]}},

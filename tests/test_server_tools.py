@@ -8,9 +8,8 @@ import fakes
 import jsonschema
 import openai
 import pytest
-from helpers_server import MODEL, Live, events, live_server, with_setup
+from helpers_server import HI, MODEL, Live, events, live_server, with_setup
 
-HI: Any = [{"role": "user", "content": "Hi"}]
 PLACE = {
     "type": "object",
     "properties": {"place": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2, 3]}},

@@ -60,8 +60,8 @@ def parse_peers(text: str, format: str) -> list[PeerSpec]:
         ConfigError: there is no such engine, or it does not run such weights.
     """
     specs = []
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        engine, _, weights = item.partition(":")
+    for item in text.split(",") if text.strip() else ():
+        engine, _, weights = item.strip().partition(":")
         if engine not in _TYPES:
             raise ConfigError(f"there is no engine {engine!r} to compare with; there are {', '.join(_TYPES)}")
         possible, nearest = _TYPES[engine]
