@@ -106,7 +106,7 @@ def test_copies_happen_before_any_write(config: ModelConfig) -> None:
     step = merged([other, ours])
     copies = np.array([[0, 2, 3]], np.int32)
     result = execute(executor, Batch(**{**vars(step), "block_copies": copies}))
-    assert torch.isnan(executor.pool[:, :, 2, :, 5:]).all()  # not more than was asked for
+    assert torch.isnan(executor.pool[:, 2, ..., 5:, :]).all()  # not more than was asked for
 
     fresh = Stepper(make_executor(config, geometry(config)), 16, [0], 16).step([*SMALL_PROMPT[:3], 11, 12])
     assert result.token_ids[1] == fresh.token_ids[0]
@@ -122,8 +122,8 @@ def test_a_bfloat16_pool_holds_rounded_keys_and_values(config: ModelConfig) -> N
     batch = one_sequence_batch(SMALL_PROMPT[:16], 0, [3], 16, True)
     a, b = execute(exact, batch), execute(rounded, batch)
     assert rounded.pool.dtype == torch.bfloat16
-    first = exact.pool[0, :, 3].to(torch.bfloat16)  # K and V of the first layer saw no rounding before
-    assert torch.equal(rounded.pool[0, :, 3], first)
+    first = exact.pool[0, 3].to(torch.bfloat16)  # K and V of the first layer saw no rounding before
+    assert torch.equal(rounded.pool[0, 3], first)
     # The rounding is felt (attention reads what is stored), and is small.
     assert not np.array_equal(a.top_logprobs, b.top_logprobs)
     np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=0.3)
