@@ -191,8 +191,11 @@ static void matmul_fma(const Matmul& m, int64_t row, int64_t row_end, int64_t un
     // Panels stay in the cache while the rows go past them.
     for_panels(m, unit, unit_end, [&](int64_t at, int64_t first, int panels) {
         const T* panel = static_cast<const T*>(m.panels) + first * panel_size;
-        Fetch fetch = fetch_next(m, panel_size * static_cast<int64_t>(sizeof(T)), unit, unit_end, first, panels,
-                                 (row_end - row + kTileRows - 1) / kTileRows, (m.k + kFetchStep - 1) / kFetchStep);
+        // A few rows go past once, as fast as the panels come. That is faster without further panels coming between.
+        Fetch fetch{};
+        if (row_end - row > kTileRows)
+            fetch = fetch_next(m, panel_size * static_cast<int64_t>(sizeof(T)), unit, unit_end, first, panels,
+                               (row_end - row + kTileRows - 1) / kTileRows, (m.k + kFetchStep - 1) / kFetchStep);
         for (int64_t r = row; r < row_end;) {
             const int64_t rows = next_rows(row_end - r, kTileRows);
             const T* x = static_cast<const T*>(m.x) + r * stride;
