@@ -111,7 +111,7 @@ INLINE void multiply(int64_t rows, const T* a, int64_t lda, const T* b, int64_t 
 // not see, `most` keys rounded up to a step of them; updates maximum and sum, and scales the values summed so far.
 template <class T, class Count>
 INLINE void soften(const AttentionScratch<T>& s, const float* group_scores, const Partials& p, int64_t first,
-                   int64_t rows, float scale, int64_t most, const Count& count_of) {
+                   int64_t rows, float scale, int64_t most, const Count& count_of, CellsAhead& ahead) {
     vi lane;
     UNROLL
     for (int i = 0; i < kWidth; i++) lane[i] = i;
@@ -165,6 +165,7 @@ INLINE void soften(const AttentionScratch<T>& s, const float* group_scores, cons
         }
         for (; i < end; i += kWidth) put(weights + i, vf{});
         store(s.lanes + (first + r) * 16, sum);
+        fetch_some(ahead, CellsAhead::kRowWork);
     }
 }
 
@@ -201,13 +202,13 @@ static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head
             return seen < 0 ? 0 : min_of(keys, seen);
         };
         const int64_t after = start + kKeyTile;
-        TileAhead ahead(a.cache, after < end ? NextKeys{tile.block_table, kv_head, after, end} : next, keys);
+        CellsAhead ahead(a.cache, after < end ? NextKeys{tile.block_table, kv_head, after, end} : next, keys, queries);
 #if defined(__AMX_BF16__)
         if constexpr (sizeof(T) == 2)
             if (in_place) {
                 const KeysInPlace in_cache{cells, start, keys};
                 score_in_place(in_cache, s, queries, ahead);
-                soften(s, s.scores, p, 0, queries, scale, keys, count_of);
+                soften(s, s.scores, p, 0, queries, scale, keys, count_of, ahead);
                 add_in_place(in_cache, s, p, ahead);
                 continue;
             }
@@ -224,7 +225,7 @@ static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head
         score(first, scores);
         for (; first < queries; first += kGroupQueries) {
             const int64_t rows = min_of(kGroupQueries, queries - first), most = most_of(first);
-            soften(s, scores, p, first, rows, scale, most, count_of);
+            soften(s, scores, p, first, rows, scale, most, count_of, ahead);
             // The next group's scores first: the weights are on their way to where tile registers load from.
             if (first + kGroupQueries < queries) score(first + kGroupQueries, next_scores);
             multiply<true>(rows, s.weights, kKeyTile, s.values, s.head, most, p.values + first * s.head, s.head,

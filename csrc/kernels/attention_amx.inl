@@ -128,7 +128,7 @@ INLINE void columns_to_rows(const float* square, int64_t queries, float* rows) {
 
 // s.scores[queries][kKeyTile] of the keys; those beyond the last one mean nothing.
 INLINE void score_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>& s, int64_t queries,
-                           TileAhead& ahead) {
+                           CellsAhead& ahead) {
     float* squares = s.scores + kGroupQueries * kKeyTile;  // [kKeyTile][16], in place of the next group's scores
     const int64_t steps = s.head / 32, bytes = s.head * 2;
     compiler_barrier();
@@ -139,7 +139,7 @@ INLINE void score_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t
             _tile_loadd(5, keys + step * 64, bytes);
             _tile_loadd(6, query_columns(s) + step * 512, 64);
             _tile_dpbf16ps(7, 5, 6);
-            fetch_some(ahead.keys, (16 * ahead.each + steps - 1) / steps);
+            fetch_some(ahead, (16 + steps - 1) / steps);
         }
         _tile_stored(7, squares + key * 16, 64);
     }
@@ -148,7 +148,7 @@ INLINE void score_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t
 }
 
 // Values `first` … first + 31, columns [column, column + 64) as far as there are any, by pairs to `to` [16][64][2].
-INLINE void pair_values(const KeysInPlace& k, int64_t first, int64_t column, int64_t head, uint16_t* to, TileAhead& ahead) {
+INLINE void pair_values(const KeysInPlace& k, int64_t first, int64_t column, int64_t head, uint16_t* to, CellsAhead& ahead) {
     const int64_t columns = min_of(64, head - column), left = k.count - first;
     for (int64_t key = 0; key < 32; key += 16) {
         if (key >= left) {
@@ -164,13 +164,13 @@ INLINE void pair_values(const KeysInPlace& k, int64_t first, int64_t column, int
                 const __m512i b = i + 1 < left ? load_as<__m512i>(even + head + d) : __m512i{};
                 store_pairs(a, b, pair + 2 * d);
             }
-            fetch_some(ahead.values, 2 * ahead.each);
+            fetch_some(ahead, 2);
         }
     }
 }
 
 // p.values += s.weights · the keys' values, for all queries.
-INLINE void add_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>& s, const Partials& p, TileAhead& ahead) {
+INLINE void add_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>& s, const Partials& p, CellsAhead& ahead) {
     const int64_t row_bytes = s.head * 4;
     for (int64_t column = 0; column < s.head; column += 64) {
         const bool wide = column + 32 < s.head;

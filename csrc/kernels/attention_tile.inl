@@ -59,45 +59,57 @@ INLINE const char* value_at(const Cells& c, int64_t position) {
     return key_at(c, position) + c.cache.block_size * cell_bytes(c.cache.format, c.cache.head_dim);
 }
 
-// Keys, or values, that the thread will need soon, fetched a few cells at a time while it works on others: all at once,
-// they would fill the processor's queue for memory, and it would wait.
+// Keys and values that the thread will need soon, fetched a few cells at a time while it works on a tile: all at once,
+// they would fill the processor's queue for memory, and it would wait. In the order in which they lie, block by block.
 struct CellsAhead {
     Cells cells;
-    bool values;
     int64_t position, end;
+    int64_t each;     // of 1/256 cells, for a unit of work
+    int64_t due = 0;  // likewise
+    bool values = false;
     const char* cell = nullptr;
-    int64_t in_block = 0;  // cells from `cell` on
+    int64_t run = 0;  // cells from `cell` on
+
+    // The first tile of `next`, while as much work is done as a tile of some keys and queries takes.
+    CellsAhead(const CacheLayer& c, const NextKeys& next, int64_t keys, int64_t queries)
+        : cells{c, next.block_table, next.kv_head},
+          position(next.position),
+          end(min_of(next.position + kKeyTile, next.end)),
+          each((end - position) * 2 * 256 / (2 * keys + kRowWork * queries) + 1) {}
+
+    // A unit of work is to repack a cell; what the scores of a query take is as long as some of those.
+    static constexpr int64_t kRowWork = 8;
 };
 
-INLINE void fetch_some(CellsAhead& a, int64_t count) {
-    const int64_t bytes = cell_bytes(a.cells.cache.format, a.cells.cache.head_dim);
-    for (; count > 0 && a.position < a.end; count--, a.position++) {
-        if (a.in_block == 0) {
+// Out of line: loops that call for it now and then keep their registers.
+static __attribute__((noinline)) void fetch_due(CellsAhead& a) {
+    const CacheLayer& c = a.cells.cache;
+    const int64_t bytes = cell_bytes(c.format, c.head_dim);
+    for (; a.due >= 256; a.due -= 256) {
+        if (a.run == 0) {
+            if (a.position >= a.end) {
+                a.each = a.due = 0;
+                return;
+            }
+            a.run = min_of(c.block_size - a.position % c.block_size, a.end - a.position);
             a.cell = a.values ? value_at(a.cells, a.position) : key_at(a.cells, a.position);
-            a.in_block = a.cells.cache.block_size - a.position % a.cells.cache.block_size;
+            if (a.values) a.position += a.run;
+            a.values = !a.values;
         }
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(a.cell + i, 0, 2);
         a.cell += bytes;
-        a.in_block--;
+        a.run--;
     }
 }
 
-// The first tile of `next`, to be fetched while one of `count` keys is worked on: `each` cells for each of its keys.
-struct TileAhead {
-    CellsAhead keys, values;
-    int64_t each;
+INLINE void fetch_some(CellsAhead& a, int64_t work) {
+    a.due += work * a.each;
+    if (a.due >= 256) fetch_due(a);
+}
 
-    TileAhead(const CacheLayer& c, const NextKeys& next, int64_t count)
-        : keys{{c, next.block_table, next.kv_head}, false, next.position, min_of(next.position + kKeyTile, next.end)},
-          values{keys.cells, true, keys.position, keys.end},
-          each((keys.end - keys.position + count - 1) / count) {}
-};
-
-// keys [from, from + count) of one kv head, within one block, into lanes [lane, …) of the tile; for each of them, fetches
-// `each` cells ahead.
+// keys [from, from + count) of one kv head, within one block, into lanes [lane, …) of the tile.
 template <class T>
-INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, int64_t lane, CellsAhead& ahead,
-                      int64_t each) {
+INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, int64_t lane, CellsAhead& ahead) {
     constexpr int64_t kPair = AttentionScratch<T>::kPair;  // numbers in a word of 4 bytes
     const int64_t words = head_dim / kPair;
     int64_t j = 0;
@@ -111,7 +123,7 @@ INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, i
             transpose(square);
             UNROLL
             for (int i = 0; i < kWidth; i++) store_as(keys + ((w + i) * kKeyTile + lane + j) * kPair, square[i]);
-            fetch_some(ahead, (each * kWidth * kWidth + words - 1) / words);
+            fetch_some(ahead, (kWidth * kWidth + words - 1) / words);
         }
         for (int64_t d = w * kPair; d < head_dim; d++)
             for (int i = 0; i < kWidth; i++)
@@ -123,10 +135,10 @@ INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, i
 }
 
 INLINE void pack_values(const float* from, int64_t count, int64_t head_dim, float* values, int64_t head, int64_t lane,
-                        CellsAhead& ahead, int64_t each) {
+                        CellsAhead& ahead) {
     for (int64_t j = 0; j < count; j++) {
         __builtin_memcpy(values + (lane + j) * head, from + j * head_dim, static_cast<size_t>(head_dim) * 4);
-        fetch_some(ahead, each);
+        fetch_some(ahead, 1);
     }
 }
 
@@ -142,9 +154,9 @@ INLINE void store_pairs(__m512i even, __m512i odd, uint16_t* to) {
 #endif
 
 INLINE void pack_values(const uint16_t* from, int64_t count, int64_t head_dim, uint16_t* values, int64_t head,
-                        int64_t lane, CellsAhead& ahead, int64_t each) {
+                        int64_t lane, CellsAhead& ahead) {
     for (int64_t j = 0; j < count;) {
-        fetch_some(ahead, 2 * each);
+        fetch_some(ahead, 2);
         const uint16_t* row = from + j * head_dim;
         uint16_t* to = values + (lane + j) / 2 * head * 2;
         int64_t d = 0;
@@ -180,7 +192,7 @@ INLINE void clear_values(T* values, int64_t head, int64_t lane, int64_t end) {
 
 // Fills scratch with keys [start, start + count), values followed by zeros up to the next key step.
 template <class T>
-static void load_tile(const Cells& cells, int64_t start, int64_t count, const AttentionScratch<T>& s, TileAhead& ahead) {
+static void load_tile(const Cells& cells, int64_t start, int64_t count, const AttentionScratch<T>& s, CellsAhead& ahead) {
     const CacheLayer& c = cells.cache;
     const auto numbers = [&](const char* from, [[maybe_unused]] int64_t cells_count) {
         if constexpr (sizeof(T) == 2)
@@ -195,8 +207,8 @@ static void load_tile(const Cells& cells, int64_t start, int64_t count, const At
         const int64_t run = min_of(count - lane, in_block);
         // The rest of the block, whatever is there: whole squares are faster, and scores of unseen keys go unused.
         const int64_t most = min_of(kKeyTile - lane, in_block);
-        pack_keys(numbers(key_at(cells, position), most), most, c.head_dim, s.keys, lane, ahead.keys, ahead.each);
-        pack_values(numbers(value_at(cells, position), run), run, c.head_dim, s.values, s.head, lane, ahead.values, ahead.each);
+        pack_keys(numbers(key_at(cells, position), most), most, c.head_dim, s.keys, lane, ahead);
+        pack_values(numbers(value_at(cells, position), run), run, c.head_dim, s.values, s.head, lane, ahead);
         lane += run;
     }
     clear_values(s.values, s.head, count, rounded_up(count, kKeyStep));

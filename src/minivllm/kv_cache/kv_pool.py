@@ -1,9 +1,9 @@
 """KVPool: the pre-allocated memory that holds every key and value, and its geometry.
 
 Layout, row-major:  [num_layers, num_blocks, num_kv_heads, 2 (K, V), block_size, cell]
-so that what a head reads of a block, its keys and then its values, is one run of memory. A cell is the head_dim numbers of one
-token; with int8, a byte q for each, x = scale · q, and then the four bytes of their float32 scale. Knows
-nothing of sequences.
+so that what a head reads of a block, its keys and then its values, is one run of memory. A cell is the
+head_dim numbers of one token; with int8, a byte q for each, x = scale · q, and then the four bytes of their
+float32 scale. Knows nothing of sequences.
 """
 
 import contextlib
