@@ -9,6 +9,7 @@
 #include <random>
 #include <string>
 
+#include "machine.h"
 #include "packed_matrix.h"
 #include "thread_pool.h"
 
@@ -27,29 +28,6 @@ constexpr Shape kShapes[] = {{960, 576, Epilogue::store},
                              {3072, 576, Epilogue::activate_gated},
                              {576, 1536, Epilogue::add}};
 constexpr int kLayers = 30;
-
-// Bytes a second that the threads read, from the same memory.
-double read_bandwidth(ThreadPool& pool, const std::vector<PackedMatrix>& matrices, int64_t bytes) {
-    double best = 1e9;
-    std::vector<uint64_t> sums(static_cast<size_t>(pool.num_threads()) * 8);
-    for (int round = 0; round < 3; round++) {
-        const double start = now();
-        for (const PackedMatrix& m : matrices) {
-            const int64_t words = m.num_bytes() / 8, pieces = 8;
-            pool.run(pieces, [&](int64_t piece, int thread) {
-                const auto* from = static_cast<const uint64_t*>(m.panels());
-                uint64_t sum[8] = {};
-                for (int64_t i = words / 8 * piece / pieces * 8; i < words / 8 * (piece + 1) / pieces * 8; i += 8)
-                    for (int j = 0; j < 8; j++) sum[j] += from[i + j];
-                for (int j = 0; j < 8; j++) sums[static_cast<size_t>(thread * 8 + j)] += sum[j];
-            });
-        }
-        best = std::min(best, now() - start);
-    }
-    volatile uint64_t sink = sums[0];
-    (void)sink;
-    return static_cast<double>(bytes) / best;
-}
 
 void bench(const Kernels& kernels, ThreadPool& pool, Format format, const char* name, const std::vector<int64_t>& rows_list) {
     std::vector<PackedMatrix> matrices;
@@ -75,12 +53,13 @@ void bench(const Kernels& kernels, ThreadPool& pool, Format format, const char* 
             matrices.push_back(std::move(m));
         }
     const Number number = format == Format::f32 ? Number::f32 : Number::bf16;
+    Machine machine(pool.num_threads(), 256 << 20);
     for (int64_t rows : rows_list) {
         AlignedBuffer x(rows * 1536 * 4), prepared((rows + 15) * 1536 * 4), out(rows * 3072 * 4);
         std::vector<AlignedBuffer> scratch;
         for (int t = 0; t < pool.num_threads(); t++) scratch.emplace_back(matmul_scratch_size(1536));
         std::vector<double> times;
-        double bandwidth = read_bandwidth(pool, matrices, bytes);
+        double bandwidth = machine.read_bandwidth();
         for (int round = 0; round < (rows > 200 ? 7 : 15); round++) {
             const double start = now();
             for (size_t i = 0; i < matrices.size(); i++) {
@@ -110,7 +89,7 @@ void bench(const Kernels& kernels, ThreadPool& pool, Format format, const char* 
             }
             times.push_back(now() - start);
         }
-        bandwidth = std::max(bandwidth, read_bandwidth(pool, matrices, bytes));
+        bandwidth = (bandwidth + machine.read_bandwidth()) / 2;
         std::sort(times.begin(), times.end());
         const double median = times[times.size() / 2], best = times[0];
         std::printf("%-10s %-5s %4d rows: %7.2f ms (best %7.2f)  %5.1f GB/s, %3.0f %% of %.1f (best %3.0f %%)  %6.0f GFLOP/s\n",
