@@ -257,6 +257,7 @@ def _speedup_lines(panel: Axes, rows: pd.DataFrame, x: str) -> None:
     beside = panel.get_yaxis_transform()
     panel.text(0.995, 1, "1 ×: no KV cache", transform=beside, ha="right", va="bottom", fontsize=8)
     names = list(dict.fromkeys(rows.series))
+    lowest = rows.groupby(x).speedup_vs_no_cache.min()
     for name in names:
         line = rows[rows.series == name]
         style = _style(line)
@@ -266,7 +267,8 @@ def _speedup_lines(panel: Axes, rows: pd.DataFrame, x: str) -> None:
         below = line["mode"].iloc[0] == "kv_cache"
         for at, value in zip(line[x], line.speedup_vs_no_cache, strict=True):
             panel.annotate(
-                f"{value:.1f} ×", (at, value), xytext=(0, -7 if below else 7), textcoords="offset points",
+                f"{value:.1f} ×", (at, lowest[at] if below else value), xytext=(0, -9 if below else 7),
+                textcoords="offset points",
                 ha="center", va="top" if below else "bottom", fontsize=8, color=style["color"],
                 bbox={"fc": "white", "ec": "none", "pad": 0.4, "alpha": 0.7},
             )  # fmt: skip
