@@ -22,7 +22,7 @@ void check_batch(const Batch& b, const ModelConfig& c, const Pool& pool) {
         if (start > end) fail(name + "query_start descends");
         if (context < end - start) fail(name + "context_lens is less than its rows");
         const int32_t* table = b.block_tables.data + s * b.table_width;
-        const int64_t blocks = (context + pool.block_size - 1) / pool.block_size;
+        const int64_t blocks = ceil_div(context, pool.block_size);
         if (blocks > b.table_width) fail(name + "its block table is shorter than its context");
         for (int64_t i = 0; i < blocks; i++)
             if (table[i] < 0 || table[i] >= pool.num_blocks) fail(name + "there is no block " + number(table[i]));

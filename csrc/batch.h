@@ -9,6 +9,8 @@ namespace minivllm {
 
 struct ModelConfig;
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 template <class T>
 struct Array {
     const T* data;

@@ -8,11 +8,9 @@
 namespace minivllm {
 namespace {
 
-constexpr int64_t kRowsAtOnce = 1024;        // bounds the memory of a step
-constexpr int64_t kLogitBytes = 16 << 20;    // rows of logits that exist at one time
-constexpr int64_t kLogitRows = 96;           // the same in rows
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t kRowsAtOnce = 1024;      // bounds the memory of a step
+constexpr int64_t kLogitBytes = 16 << 20;  // rows of logits that exist at one time
+constexpr int64_t kLogitRows = 96;         // the same in rows
 
 }  // namespace
 

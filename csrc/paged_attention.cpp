@@ -29,7 +29,7 @@ int64_t PagedAttention::shared_splits(const Batch& b, int64_t sequence, int64_t 
     const int32_t* table = b.block_tables.data + sequence * b.table_width;
     const int32_t* others = b.block_tables.data + other * b.table_width;
     const int64_t context = std::min(b.context_lens[sequence], b.context_lens[other]) / kContextSplit * kContextSplit;
-    const int64_t blocks = (context + block_size_ - 1) / block_size_;
+    const int64_t blocks = ceil_div(context, block_size_);
     const int64_t same = std::mismatch(table, table + blocks, others).first - table;
     return (same == blocks ? context : same * block_size_) / kContextSplit;
 }
