@@ -11,99 +11,9 @@
 // no row's result depends on what lies in the cache beyond its own position.
 //
 // A tile of K and V is repacked in scratch memory once for all query rows and heads of the group, so that queries
-// times keys, and weights times values, are both products as the matrix kernels have them (on AMX, a few queries use
-// it where it lies: attention_amx.inl). T is the number format of the tile: the cache's, or bfloat16 for an 8-bit
+// times keys, and weights times values, are both products as the matrix kernels have them. A few queries use a
+// float32 or bfloat16 cache where it lies. T is the number format of the tile: the cache's, or bfloat16 for an 8-bit
 // cache. With bfloat16, queries and weights are rounded to it too. Maxima and exponents are base 2.
-
-// ---- products ----
-
-// acc[r][v] += Σ_k a[r][k] · b[k][v], k ascending; b's rows are ldb numbers apart.
-template <int R, int V>
-INLINE void add_products(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t k, vf (&acc)[R][V]) {
-    for (int64_t i = 0; i < k; i++) {
-        vf column[V];
-        UNROLL
-        for (int v = 0; v < V; v++) column[v] = load(b + i * ldb + v * kWidth);
-        UNROLL
-        for (int r = 0; r < R; r++) {
-            const vf x = splat(a[r * lda + i]);
-            UNROLL
-            for (int v = 0; v < V; v++) acc[r][v] = fma(x, column[v], acc[r][v]);
-        }
-    }
-}
-
-// The same for pairs of bfloat16: b [ceil(k / 2)][ldb][2].
-template <int R, int V>
-INLINE void add_products(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, vf (&acc)[R][V]) {
-    for (int64_t i = 0; i < (k + 1) / 2; i++) {
-        vu column[V];
-        UNROLL
-        for (int v = 0; v < V; v++) column[v] = load_as<vu>(b + 2 * (i * ldb + v * kWidth));
-        UNROLL
-        for (int r = 0; r < R; r++) {
-            const vu x = (vu)splat(load_as<int32_t>(a + r * lda + 2 * i));
-#if defined(__AVX512BF16__)
-            UNROLL
-            for (int v = 0; v < V; v++)
-                acc[r][v] = (vf)_mm512_dpbf16_ps((__m512)acc[r][v], (__m512bh)x, (__m512bh)column[v]);
-#else
-            const vf even = (vf)(x << 16), odd = (vf)(x & 0xffff0000u);
-            UNROLL
-            for (int v = 0; v < V; v++) {
-                acc[r][v] = fma(even, (vf)(column[v] << 16), acc[r][v]);
-                acc[r][v] = fma(odd, (vf)(column[v] & 0xffff0000u), acc[r][v]);
-            }
-#endif
-        }
-    }
-}
-
-// out[R][columns] (+)= a · b, columns a multiple of the vector width.
-template <int R, int V, bool Add, class T>
-INLINE void multiply_columns(const T* a, int64_t lda, const T* b, int64_t ldb, int64_t k, float* out, int64_t ldo) {
-    vf acc[R][V] = {};
-    if (Add)
-        UNROLL
-        for (int r = 0; r < R; r++)
-            UNROLL
-            for (int v = 0; v < V; v++) acc[r][v] = load(out + r * ldo + v * kWidth);
-    add_products<R, V>(a, lda, b, ldb, k, acc);
-    UNROLL
-    for (int r = 0; r < R; r++)
-        UNROLL
-        for (int v = 0; v < V; v++) store(out + r * ldo + v * kWidth, acc[r][v]);
-}
-
-template <int R, bool Add, class T>
-static void multiply_rows(const T* a, int64_t lda, const T* b, int64_t ldb, int64_t k, float* out, int64_t ldo,
-                          int64_t columns) {
-    constexpr int V = kWidth == 16 ? 4 : R <= 3 ? 4 : 2;  // at most 24 of 32 registers, or 12 of 16
-    constexpr int64_t kPair = AttentionScratch<T>::kPair;
-    int64_t i = 0;
-    for (; i + V * kWidth <= columns; i += V * kWidth)
-        multiply_columns<R, V, Add>(a, lda, b + i * kPair, ldb, k, out + i, ldo);
-    for (; i < columns; i += kWidth) multiply_columns<R, 1, Add>(a, lda, b + i * kPair, ldb, k, out + i, ldo);
-}
-
-template <bool Add, class T>
-INLINE void multiply(int64_t rows, const T* a, int64_t lda, const T* b, int64_t ldb, int64_t k, float* out,
-                     int64_t ldo, int64_t columns) {
-    for (int64_t r = 0; r < rows;) {
-        const int64_t tiles = (rows - r + 5) / 6, height = (rows - r + tiles - 1) / tiles;
-        const T* x = a + r * lda;
-        float* to = out + r * ldo;
-        switch (height) {
-            case 1: multiply_rows<1, Add>(x, lda, b, ldb, k, to, ldo, columns); break;
-            case 2: multiply_rows<2, Add>(x, lda, b, ldb, k, to, ldo, columns); break;
-            case 3: multiply_rows<3, Add>(x, lda, b, ldb, k, to, ldo, columns); break;
-            case 4: multiply_rows<4, Add>(x, lda, b, ldb, k, to, ldo, columns); break;
-            case 5: multiply_rows<5, Add>(x, lda, b, ldb, k, to, ldo, columns); break;
-            default: multiply_rows<6, Add>(x, lda, b, ldb, k, to, ldo, columns); break;
-        }
-        r += height;
-    }
-}
 
 // ---- softmax ----
 
@@ -184,16 +94,8 @@ static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head
     for (int64_t i = 0; i < s.room * 16; i++) s.lanes[i] = 0;
     const int64_t context = tile.positions[tile.rows - 1] + 1;
     const int64_t end = min_of(context, (split + 1) * kContextSplit);
-#if defined(__AMX_BF16__)
-    bool in_place = false;
-    if constexpr (sizeof(T) == 2) {
-        in_place = reads_in_place(a.cache, queries);
-        if (in_place)
-            configure_in_place(queries, s);
-        else
-            configure_tiles(min_of(queries, kGroupQueries), true);
-    }
-#endif
+    const bool in_place = reads_in_place(s, a.cache, queries);
+    begin_products(s, queries, in_place);
     const Cells cells{a.cache, tile.block_table, kv_head};
     for (int64_t start = split * kContextSplit; start < end; start += kKeyTile) {
         const int64_t keys = min_of(kKeyTile, end - start);
@@ -203,16 +105,13 @@ static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head
         };
         const int64_t after = start + kKeyTile;
         CellsAhead ahead(a.cache, after < end ? NextKeys{tile.block_table, kv_head, after, end} : next, keys, queries);
-#if defined(__AMX_BF16__)
-        if constexpr (sizeof(T) == 2)
-            if (in_place) {
-                const KeysInPlace in_cache{cells, start, keys};
-                score_in_place(in_cache, s, queries, ahead);
-                soften(s, s.scores, p, 0, queries, scale, keys, count_of, ahead);
-                add_in_place(in_cache, s, p, ahead);
-                continue;
-            }
-#endif
+        if (in_place) {
+            const KeysInPlace in_cache{cells, start, keys};
+            score_in_place(in_cache, s, queries, ahead);
+            soften(s, s.scores, p, 0, queries, scale, keys, count_of, ahead);
+            add_in_place(in_cache, s, p, queries, ahead);
+            continue;
+        }
         load_tile<T>(cells, start, keys, s, ahead);
         const auto most_of = [&](int64_t first) { return count_of(min_of(first + kGroupQueries, queries) - 1); };
         const auto score = [&](int64_t first, float* scores) {
@@ -235,9 +134,7 @@ static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head
             next_scores = done;
         }
     }
-#if defined(__AMX_BF16__)
-    if (sizeof(T) == 2) _tile_release();
-#endif
+    end_products(s);
     for (int64_t i = 0; i < queries; i++) p.sum[i] = sum_lanes(load(s.lanes + i * 16));
 }
 

@@ -68,13 +68,7 @@ INLINE void multiply(int64_t, const uint16_t* a, int64_t lda, const uint16_t* b,
 //
 // Tiles 0 … 3 are for sums of weighted values and 4 for weights, with a row for each query; 5 … 7 have 16 rows.
 
-// The keys [start, start + count) of a kv head: from a multiple of kKeyTile on.
-struct KeysInPlace {
-    Cells cells;
-    int64_t start, count;
-};
-
-INLINE bool reads_in_place(const CacheLayer& c, int64_t queries) {
+INLINE bool reads_in_place(const AttentionScratch<uint16_t>&, const CacheLayer& c, int64_t queries) {
     return c.format == CacheFormat::bf16 && queries <= kGroupQueries && c.head_dim % 32 == 0 && c.block_size % 16 == 0;
 }
 
@@ -85,7 +79,8 @@ INLINE uint16_t* value_pairs(const AttentionScratch<uint16_t>& s, int64_t turn) 
     return s.keys + turn % 2 * (32 * 64);
 }
 
-static void configure_in_place(int64_t queries, const AttentionScratch<uint16_t>& s) {
+static void begin_products(const AttentionScratch<uint16_t>& s, int64_t queries, bool in_place) {
+    if (!in_place) return configure_tiles(min_of(queries, kGroupQueries), true);
     TileConfig config;
     for (int tile = 0; tile < 8; tile++) {
         config.row_bytes[tile] = 64;
@@ -101,6 +96,8 @@ static void configure_in_place(int64_t queries, const AttentionScratch<uint16_t>
         for (int i = 0; i < kWidth; i++) store_as(query_columns(s) + (w + i) * 32, square[i]);
     }
 }
+
+INLINE void end_products(const AttentionScratch<uint16_t>&) { _tile_release(); }
 
 // rows[q][0 … 15] = square[0 … 15][q] for the first queries, rounded up to four.
 INLINE void columns_to_rows(const float* square, int64_t queries, float* rows) {
@@ -170,7 +167,8 @@ INLINE void pair_values(const KeysInPlace& k, int64_t first, int64_t column, int
 }
 
 // p.values += s.weights · the keys' values, for all queries.
-INLINE void add_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>& s, const Partials& p, CellsAhead& ahead) {
+INLINE void add_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>& s, const Partials& p, int64_t,
+                         CellsAhead& ahead) {
     const int64_t row_bytes = s.head * 4;
     for (int64_t column = 0; column < s.head; column += 64) {
         const bool wide = column + 32 < s.head;

@@ -15,8 +15,6 @@ INLINE int64_t rounded_up(int64_t x, int64_t step) { return (x + step - 1) / ste
 
 template <class T>
 struct AttentionScratch {
-    static constexpr int64_t kPair = sizeof(T) == 2 ? 2 : 1;
-
     int64_t head, room;   // padded head_dim, padded number of queries
     T *keys, *values;     // [head / kPair][kKeyTile][kPair], [kKeyTile / kPair][head][kPair]
     T* queries;           // [room][head]
@@ -58,6 +56,12 @@ INLINE const char* key_at(const Cells& c, int64_t position) {
 INLINE const char* value_at(const Cells& c, int64_t position) {
     return key_at(c, position) + c.cache.block_size * cell_bytes(c.cache.format, c.cache.head_dim);
 }
+
+// The keys [start, start + count) of a kv head: from a multiple of kKeyTile on.
+struct KeysInPlace {
+    Cells cells;
+    int64_t start, count;
+};
 
 // Keys and values that the thread will need soon, fetched a few cells at a time while it works on a tile: all at once,
 // they would fill the processor's queue for memory, and it would wait. In the order in which they lie, block by block.
@@ -110,8 +114,7 @@ INLINE void fetch_some(CellsAhead& a, int64_t work) {
 // keys [from, from + count) of one kv head, within one block, into lanes [lane, …) of the tile.
 template <class T>
 INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, int64_t lane, CellsAhead& ahead) {
-    constexpr int64_t kPair = AttentionScratch<T>::kPair;  // numbers in a word of 4 bytes
-    const int64_t words = head_dim / kPair;
+    const int64_t words = head_dim / kPair<T>;
     int64_t j = 0;
     for (; j + kWidth <= count; j += kWidth) {
         const T* row = from + j * head_dim;
@@ -119,19 +122,19 @@ INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, i
         for (; w + kWidth <= words; w += kWidth) {
             vf square[kWidth];
             UNROLL
-            for (int i = 0; i < kWidth; i++) square[i] = load_as<vf>(row + i * head_dim + w * kPair);
+            for (int i = 0; i < kWidth; i++) square[i] = load_as<vf>(row + i * head_dim + w * kPair<T>);
             transpose(square);
             UNROLL
-            for (int i = 0; i < kWidth; i++) store_as(keys + ((w + i) * kKeyTile + lane + j) * kPair, square[i]);
+            for (int i = 0; i < kWidth; i++) store_as(keys + ((w + i) * kKeyTile + lane + j) * kPair<T>, square[i]);
             fetch_some(ahead, (kWidth * kWidth + words - 1) / words);
         }
-        for (int64_t d = w * kPair; d < head_dim; d++)
+        for (int64_t d = w * kPair<T>; d < head_dim; d++)
             for (int i = 0; i < kWidth; i++)
-                keys[(d / kPair * kKeyTile + lane + j + i) * kPair + d % kPair] = row[i * head_dim + d];
+                keys[(d / kPair<T> * kKeyTile + lane + j + i) * kPair<T> + d % kPair<T>] = row[i * head_dim + d];
     }
     for (; j < count; j++)
         for (int64_t d = 0; d < head_dim; d++)
-            keys[(d / kPair * kKeyTile + lane + j) * kPair + d % kPair] = from[j * head_dim + d];
+            keys[(d / kPair<T> * kKeyTile + lane + j) * kPair<T> + d % kPair<T>] = from[j * head_dim + d];
 }
 
 INLINE void pack_values(const float* from, int64_t count, int64_t head_dim, float* values, int64_t head, int64_t lane,
@@ -184,9 +187,8 @@ INLINE void pack_values(const uint16_t* from, int64_t count, int64_t head_dim, u
 
 template <class T>
 INLINE void clear_values(T* values, int64_t head, int64_t lane, int64_t end) {
-    constexpr int64_t kPair = AttentionScratch<T>::kPair;
-    for (; lane % kPair != 0 && lane < end; lane++)
-        for (int64_t d = 0; d < head; d++) values[(lane / kPair * head + d) * kPair + lane % kPair] = 0;
+    for (; lane % kPair<T> != 0 && lane < end; lane++)
+        for (int64_t d = 0; d < head; d++) values[(lane / kPair<T> * head + d) * kPair<T> + lane % kPair<T>] = 0;
     for (int64_t i = lane * head; i < end * head; i++) values[i] = 0;
 }
 

@@ -32,6 +32,7 @@ namespace {
 #endif
 #include "kernels/matmul_table.inl"
 #include "kernels/attention_tile.inl"
+#include "kernels/attention_products.inl"
 #if defined(__AMX_BF16__)
 #include "kernels/attention_amx.inl"
 #endif

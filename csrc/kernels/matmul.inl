@@ -16,51 +16,36 @@ constexpr int tile_vectors() {
     return R <= 3 ? 4 : 2;       // at most 12 of 16 registers
 }
 
-// acc[r][v] += Σ_k a[r][k] · b[v][k]. Vector v of outputs is in panel v / vectors of a panel, panel_size elements
-// apart.
-template <int R, int V>
-INLINE void add_panels(const float* a, int64_t lda, const float* b, int64_t panel_size, int64_t k, vf (&acc)[R][V]) {
-    for (int64_t i = 0; i < k; i++) {
-        vf column[V];
-        UNROLL
-        for (int v = 0; v < V; v++)
-            column[v] = load(b + i * kPanel + v / kPanelVectors * panel_size + v % kPanelVectors * kWidth);
-        UNROLL
-        for (int r = 0; r < R; r++) {
-            const vf x = splat(a[r * lda + i]);
-            UNROLL
-            for (int v = 0; v < V; v++) acc[r][v] = fma(x, column[v], acc[r][v]);
-        }
+// Calls body with a constant `count` in 1 … kTileRows.
+template <int N>
+struct Rows {
+    static constexpr int count = N;
+};
+template <class Body>
+INLINE void with_rows(int64_t rows, const Body& body) {
+    switch (rows) {
+        case 1: return body(Rows<1>());
+        case 2: return body(Rows<2>());
+        case 3: return body(Rows<3>());
+        case 4: return body(Rows<4>());
+        case 5: return body(Rows<5>());
+        default: return body(Rows<6>());
     }
 }
 
-// The same for pairs of bfloat16: a [R][k], b [ceil(k / 2)][outputs][2].
-template <int R, int V>
-INLINE void add_panels(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t panel_size, int64_t k,
-                       vf (&acc)[R][V]) {
-    for (int64_t i = 0; i < (k + 1) / 2; i++) {
-        vu column[V];
+// acc[r][v] += Σ_k a[r][k] · b[v][k]. Vector v of outputs is in panel v / vectors of a panel, panel_size elements
+// apart; a panel is [k / kPair, rounded up][kPanel][kPair].
+template <int R, int V, class T>
+INLINE void add_panels(const T* a, int64_t lda, const T* b, int64_t panel_size, int64_t k, vf (&acc)[R][V]) {
+    for (int64_t i = 0; i < k; i += kPair<T>) {
+        vf column[V];
         UNROLL
         for (int v = 0; v < V; v++)
-            column[v] = load_as<vu>(b + i * 2 * kPanel + v / kPanelVectors * panel_size + v % kPanelVectors * 2 * kWidth);
+            column[v] = load_as<vf>(b + i * kPanel + v / kPanelVectors * panel_size + v % kPanelVectors * kWidth * kPair<T>);
         UNROLL
-        for (int r = 0; r < R; r++) {
-            uint32_t pair;
-            __builtin_memcpy(&pair, a + r * lda + 2 * i, 4);
-            const vu x = (vu)splat(static_cast<int32_t>(pair));
-#if defined(__AVX512BF16__)
+        for (int r = 0; r < R; r++)
             UNROLL
-            for (int v = 0; v < V; v++)
-                acc[r][v] = (vf)_mm512_dpbf16_ps((__m512)acc[r][v], (__m512bh)x, (__m512bh)column[v]);
-#else
-            const vf even = (vf)(x << 16), odd = (vf)(x & 0xffff0000u);
-            UNROLL
-            for (int v = 0; v < V; v++) {
-                acc[r][v] = fma(even, (vf)(column[v] << 16), acc[r][v]);
-                acc[r][v] = fma(odd, (vf)(column[v] & 0xffff0000u), acc[r][v]);
-            }
-#endif
-        }
+            for (int v = 0; v < V; v++) acc[r][v] = add_product(acc[r][v], a + r * lda + i, column[v]);
     }
 }
 
@@ -94,13 +79,12 @@ constexpr int64_t kFetchStep = 64;  // of k
 template <class T, int R, int P>
 static void panel_tile(const T* x, int64_t stride, const T* panels, int64_t k, float* tile, Fetch& fetch) {
     constexpr int V = tile_vectors<R>() * P / tile_panels<R>();
-    constexpr int64_t scale = sizeof(T) == 2 ? 2 : 1;  // elements of a panel row for each output
-    const int64_t panel_size = kPanel * (sizeof(T) == 2 ? (k + 1) / 2 * 2 : k);
+    const int64_t panel_size = kPanel * ((k + kPair<T> - 1) / kPair<T> * kPair<T>);
     for (int64_t output = 0; output < P * kPanel; output += V * kWidth) {
         vf acc[R][V] = {};
         for (int64_t i = 0; i < k; i += kFetchStep) {
             const int64_t size = k - i < kFetchStep ? k - i : kFetchStep;
-            add_panels<R, V>(x + i, stride, panels + output * scale + i * kPanel, panel_size, size, acc);
+            add_panels<R, V>(x + i, stride, panels + output * kPair<T> + i * kPanel, panel_size, size, acc);
             fetch_some(fetch);
         }
         UNROLL
@@ -113,14 +97,7 @@ static void panel_tile(const T* x, int64_t stride, const T* panels, int64_t k, f
 
 template <class T, int P>
 static void panel_tile(int64_t rows, const T* x, int64_t stride, const T* panels, int64_t k, float* tile, Fetch& fetch) {
-    switch (rows) {
-        case 1: return panel_tile<T, 1, P>(x, stride, panels, k, tile, fetch);
-        case 2: return panel_tile<T, 2, P>(x, stride, panels, k, tile, fetch);
-        case 3: return panel_tile<T, 3, P>(x, stride, panels, k, tile, fetch);
-        case 4: return panel_tile<T, 4, P>(x, stride, panels, k, tile, fetch);
-        case 5: return panel_tile<T, 5, P>(x, stride, panels, k, tile, fetch);
-        default: return panel_tile<T, 6, P>(x, stride, panels, k, tile, fetch);
-    }
+    with_rows(rows, [&](auto height) { panel_tile<T, height.count, P>(x, stride, panels, k, tile, fetch); });
 }
 
 INLINE void store_number(float* to, vf v) { store(to, v); }
@@ -185,7 +162,7 @@ INLINE void finish_panels(const Matmul& m, int64_t row, int64_t rows, int64_t un
 
 template <class T>
 static void matmul_fma(const Matmul& m, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end) {
-    const int64_t panel_size = kPanel * (sizeof(T) == 2 ? (m.k + 1) / 2 * 2 : m.k);
+    const int64_t panel_size = kPanel * ((m.k + kPair<T> - 1) / kPair<T> * kPair<T>);
     const int64_t stride = m.x_bytes / static_cast<int64_t>(sizeof(T));
     float tile[2 * kTileRows * kPanel];
     // Panels stay in the cache while the rows go past them.

@@ -183,6 +183,23 @@ INLINE vf load_wide(const uint16_t* from) { return widen(load_as<vh>(from)); }
 INLINE float wide(float x) { return x; }
 INLINE float wide(uint16_t x) { return widen(x); }
 
+// Products of float32 or bfloat16 numbers take a word of 4 bytes of each factor at a time.
+template <class T>
+constexpr int64_t kPair = 4 / static_cast<int64_t>(sizeof(T));  // numbers in it
+
+// acc plus the products of a word at x, the same for all lanes, and a word of each lane. (vdpbf16ps adds the pair's second
+// product first; subnormal numbers count as zero.)
+INLINE vf add_product(vf acc, const float* x, vf words) { return fma(splat(*x), words, acc); }
+INLINE vf add_product(vf acc, const uint16_t* x, vf words) {
+    const vu pair = (vu)splat(load_as<int32_t>(x)), column = (vu)words;
+#if defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pair, (__m512bh)column);
+#else
+    acc = fma((vf)(pair << 16), (vf)(column << 16), acc);
+    return fma((vf)(pair & 0xffff0000u), (vf)(column & 0xffff0000u), acc);
+#endif
+}
+
 // Rows ↔ columns of a square of kWidth vectors.
 INLINE void transpose(vf (&row)[kWidth]) {
 #if defined(__AVX512F__) || defined(__AVX2__)

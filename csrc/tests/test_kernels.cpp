@@ -282,12 +282,17 @@ void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim
                 CHECK(close(out[static_cast<size_t>(r * stride + h * head_dim + d)], sum[static_cast<size_t>(d)], half ? 6e-3 : 2e-5));
         }
 
-    // Bit for bit the same row by row, and split by split.
-    Floats by_row(out.size()), by_split(out.size());
-    job.out = by_row.data();
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t head = 0; head < kv_heads; head++)
-            kernels.attend(job, {r, 1, positions.data() + r, cache.table.data()}, head, head + 1, {}, scratch.data());
+    // Bit for bit the same row by row, two by two, and split by split.
+    for (int64_t height : {1, 2}) {
+        Floats by_rows(out.size());
+        job.out = by_rows.data();
+        for (int64_t r = 0; r < rows; r += height)
+            for (int64_t head = 0; head < kv_heads; head++)
+                kernels.attend(job, {r, std::min(height, rows - r), positions.data() + r, cache.table.data()}, head, head + 1, {},
+                               scratch.data());
+        CHECK(by_rows == out);
+    }
+    Floats by_split(out.size());
     job.out = by_split.data();
     const int64_t splits = positions.back() / kContextSplit + 1, partial = rows * group * partial_size(head_dim);
     Floats partials(static_cast<size_t>(splits * partial), kNan);
@@ -296,7 +301,6 @@ void test_attention(const Kernels& kernels, int64_t block_size, int64_t head_dim
             kernels.attend_split(job, tile, head, split, {}, scratch.data(), partials.data() + split * partial, 0, rows);
         kernels.merge_splits(job, tile, head, partials.data());
     }
-    CHECK(by_row == out);
     CHECK(by_split == out);
 }
 
