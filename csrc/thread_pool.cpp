@@ -36,8 +36,9 @@ constexpr std::chrono::microseconds kHelperSpin{200}, kCallerSpin{50};
 
 }  // namespace
 
-ThreadPool::ThreadPool(int num_threads) : process_(static_cast<int>(getpid())) {
+ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads), process_(static_cast<int>(getpid())) {
     if (num_threads < 1) throw std::invalid_argument("a thread pool needs at least one thread");
+    unclaimed_ = std::vector<Share>(static_cast<size_t>(num_threads));
     try {
         for (int thread = 1; thread < num_threads; thread++)
             helpers_.emplace_back([this, thread] { help(thread); });
@@ -72,8 +73,9 @@ void ThreadPool::run_erased(int64_t num_pieces, Function function, const void* c
     context_ = context;
     num_pieces_ = num_pieces;
     unfinished_.store(num_pieces, std::memory_order_relaxed);
-    // Sequentially consistent, here and in help(): either the helper sees the pieces, or we see it asleep.
-    unclaimed_.store(num_pieces);
+    // Sequentially consistent, here and in help(): either the helper sees its pieces, or we see it asleep.
+    for (int thread = 0; thread < num_threads(); thread++)
+        unclaimed_[static_cast<size_t>(thread)].pieces.store(share_of(thread));
     if (sleeping_helpers_.load() > 0) {
         { std::lock_guard<std::mutex> lock(signals_->mutex); }
         signals_->job_arrived.notify_all();
@@ -90,22 +92,35 @@ void ThreadPool::run_erased(int64_t num_pieces, Function function, const void* c
     if (signals_->error) std::rethrow_exception(std::exchange(signals_->error, nullptr));
 }
 
-// Claims and runs pieces until none is left.
-void ThreadPool::work(int thread) {
-    int64_t count = 0;
-    int64_t unclaimed = unclaimed_.load();
+// How many of 0 … num_pieces − 1 are thread, thread + num_threads, …
+int64_t ThreadPool::share_of(int thread) const {
+    const int64_t threads = num_threads();
+    return num_pieces_ <= thread ? 0 : (num_pieces_ - thread - 1) / threads + 1;
+}
+
+// Runs what is left of a thread's share. Returns the number of pieces.
+int64_t ThreadPool::run_share(int owner, int thread) {
+    std::atomic<int64_t>& share = unclaimed_[static_cast<size_t>(owner)].pieces;
+    int64_t count = 0, unclaimed = share.load();
     while (unclaimed > 0) {
-        if (!unclaimed_.compare_exchange_weak(unclaimed, unclaimed - 1)) continue;
+        if (!share.compare_exchange_weak(unclaimed, unclaimed - 1)) continue;
         // The job cannot end before this piece does, so its fields hold still from here on.
         try {
-            function_(context_, num_pieces_ - unclaimed, thread);
+            function_(context_, owner + (share_of(owner) - unclaimed) * num_threads(), thread);
         } catch (...) {
             std::lock_guard<std::mutex> lock(signals_->mutex);
             if (!signals_->error) signals_->error = std::current_exception();
         }
         count++;
-        unclaimed = unclaimed_.load();
+        unclaimed = share.load();
     }
+    return count;
+}
+
+// Claims and runs pieces until none is left: its own, then those that other threads have not come to.
+void ThreadPool::work(int thread) {
+    int64_t count = 0;
+    for (int i = 0; i < num_threads(); i++) count += run_share((thread + i) % num_threads(), thread);
     if (count > 0 && unfinished_.fetch_sub(count) == count && caller_sleeps_.load()) {
         { std::lock_guard<std::mutex> lock(signals_->mutex); }
         signals_->job_finished.notify_one();
@@ -113,7 +128,7 @@ void ThreadPool::work(int thread) {
 }
 
 void ThreadPool::help(int thread) {
-    const auto called = [this] { return unclaimed_.load() > 0 || stop_.load(); };
+    const auto called = [&] { return unclaimed_[static_cast<size_t>(thread)].pieces.load() > 0 || stop_.load(); };
     while (!stop_.load()) {
         if (!spin(kHelperSpin, called)) {
             std::unique_lock<std::mutex> lock(signals_->mutex);
