@@ -17,49 +17,71 @@
 
 // ---- softmax ----
 
-// Queries [first, first + rows): their scores → weights 2^(scale · score − maximum), or 0 for keys that a query does
-// not see, `most` keys rounded up to a step of them; updates maximum and sum, and scales the values summed so far.
-template <class T, class Count>
-INLINE void soften(const AttentionScratch<T>& s, const float* group_scores, const Partials& p, int64_t first,
-                   int64_t rows, float scale, int64_t most, const Count& count_of, CellsAhead& ahead) {
+// Queries first … first + rows − 1 meet a tile together; each sees so many of its keys, the first ones, none fewer than
+// the query before.
+struct Group {
+    int64_t first, rows;
+    int64_t counts[kGroupQueries];
+
+    int64_t most() const { return counts[rows - 1]; }
+};
+
+template <class T>
+INLINE Group group_of(const AttentionScratch<T>& s, int64_t first, int64_t queries, int64_t start, int64_t keys) {
+    Group group{first, min_of(kGroupQueries, queries - first), {}};
+    for (int64_t r = 0; r < group.rows; r++) {
+        const int64_t seen = s.ends[first + r] - start;
+        group.counts[r] = seen < 0 ? 0 : min_of(keys, seen);
+    }
+    return group;
+}
+
+// The queries' scores → weights 2^(scale · score − maximum), or 0 for keys that a query does not see, up to a step of
+// keys; updates maximum and sum, and scales the values summed so far. Calls `between` twice for each query. Whole: all
+// see the whole tile.
+template <bool Whole, class T, class Between>
+INLINE void soften(const AttentionScratch<T>& s, const Group& group, const float* group_scores, T* group_weights,
+                   const Partials& p, float scale, const Between& between) {
     vi lane;
     UNROLL
     for (int i = 0; i < kWidth; i++) lane[i] = i;
-    float maximum[kGroupQueries], shrink[kGroupQueries];
-    for (int64_t r = 0; r < kGroupQueries; r++) maximum[r] = p.maximum[first + r];
-    for (int64_t r = 0; r < rows; r++) {
+    const vf nothing = splat(-__builtin_inff()), factor = splat(scale);
+    vf largest[kGroupQueries / kWidth][kWidth];
+    for (int64_t r = 0; r < kGroupQueries; r++) largest[r / kWidth][r % kWidth] = nothing;
+    for (int64_t r = 0; r < group.rows; r++) {
         const float* scores = group_scores + r * kKeyTile;
-        const int64_t count = count_of(first + r), whole = count / kWidth * kWidth;
-        vf largest = splat(-__builtin_inff());
-        for (int64_t i = 0; i < whole; i += kWidth) largest = max(load(scores + i), largest);
+        const int64_t count = Whole ? kKeyTile : group.counts[r], whole = count / kWidth * kWidth;
+        vf most = nothing;
+        for (int64_t i = 0; i < whole; i += kWidth) most = max(load(scores + i), most);
         if (whole < count) {
             const vi seen = lane < splat(static_cast<int32_t>(count - whole));
-            largest = max(seen ? load(scores + whole) : splat(-__builtin_inff()), largest);
+            most = max(seen ? load(scores + whole) : nothing, most);
         }
-        const float tile_maximum = max_lanes(largest) * scale;
-        if (tile_maximum > maximum[r]) maximum[r] = tile_maximum;
+        largest[r / kWidth][r % kWidth] = most;
+        between();
     }
+    float *maximum = p.maximum + group.first, shrink[kGroupQueries];
     bool any = false;
     for (int64_t r = 0; r < kGroupQueries; r += kWidth) {
-        const vf before = load(p.maximum + first + r), after = load(maximum + r);
+        const vf before = load(maximum + r), after = max(max_of_rows(largest[r / kWidth]) * factor, before);
         store(shrink + r, before == after ? splat(1.f) : exp2(before - after));
-        store(p.maximum + first + r, after);
+        store(maximum + r, after);
     }
-    for (int64_t r = 0; r < rows; r++) any |= shrink[r] != 1;
+    for (int64_t r = 0; r < group.rows; r++) any |= shrink[r] != 1;
     if (any)
-        for (int64_t r = 0; r < rows; r++) {
+        for (int64_t r = 0; r < group.rows; r++) {
             if (shrink[r] == 1) continue;
-            float *values = p.values + (first + r) * s.head, *lanes = s.lanes + (first + r) * 16;
+            float *values = p.values + (group.first + r) * s.head, *lanes = s.lanes + (group.first + r) * 16;
             for (int64_t d = 0; d < s.head; d += kWidth) store(values + d, load(values + d) * shrink[r]);
             store(lanes, load(lanes) * shrink[r]);
         }
-    const int64_t end = rounded_up(most, kKeyStep);
-    for (int64_t r = 0; r < rows; r++) {
+    const int64_t end = rounded_up(group.most(), kKeyStep);
+    for (int64_t r = 0; r < group.rows; r++) {
         const float* scores = group_scores + r * kKeyTile;
-        T* weights = s.weights + r * kKeyTile;
-        const int64_t count = count_of(first + r), whole = count / kWidth * kWidth;
-        const vf shift = splat(-maximum[r]), factor = splat(scale);
-        vf sum = load(s.lanes + (first + r) * 16);
+        T* weights = group_weights + r * kKeyTile;
+        const int64_t count = Whole ? kKeyTile : group.counts[r], whole = count / kWidth * kWidth;
+        const vf shift = splat(-maximum[r]);
+        vf sum = load(s.lanes + (group.first + r) * 16);
         int64_t i = 0;
         for (; i < whole; i += kWidth) {
             const vf weight = exp2(fma(load(scores + i), factor, shift));
@@ -73,10 +95,20 @@ INLINE void soften(const AttentionScratch<T>& s, const float* group_scores, cons
             put(weights + i, weight);
             i += kWidth;
         }
-        for (; i < end; i += kWidth) put(weights + i, vf{});
-        store(s.lanes + (first + r) * 16, sum);
-        fetch_some(ahead, CellsAhead::kRowWork);
+        if (!Whole)
+            for (; i < end; i += kWidth) put(weights + i, vf{});
+        store(s.lanes + (group.first + r) * 16, sum);
+        between();
     }
+}
+
+template <class T, class Between>
+INLINE void soften(const AttentionScratch<T>& s, const Group& group, const float* scores, T* weights, const Partials& p,
+                   float scale, const Between& between) {
+    if (group.counts[0] == kKeyTile)
+        soften<true>(s, group, scores, weights, p, scale, between);
+    else
+        soften<false>(s, group, scores, weights, p, scale, between);
 }
 
 // ---- splits ----
@@ -86,7 +118,7 @@ INLINE void soften(const AttentionScratch<T>& s, const float* group_scores, cons
 template <class T>
 static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split, const NextKeys& next,
                       const AttentionScratch<T>& s) {
-    const int64_t group = a.heads / a.cache.kv_heads, head_dim = a.cache.head_dim, queries = tile.rows * group;
+    const int64_t head_dim = a.cache.head_dim, queries = tile.rows * (a.heads / a.cache.kv_heads);
     const float scale = a.scale * 1.44269504f;  // to base 2
     const Partials p(s.split, s.room);
     for (int64_t i = 0; i < s.room; i++) p.maximum[i] = -__builtin_inff();
@@ -99,40 +131,50 @@ static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head
     const Cells cells{a.cache, tile.block_table, kv_head};
     for (int64_t start = split * kContextSplit; start < end; start += kKeyTile) {
         const int64_t keys = min_of(kKeyTile, end - start);
-        const auto count_of = [&](int64_t query) {
-            const int64_t seen = tile.positions[query / group] + 1 - start;
-            return seen < 0 ? 0 : min_of(keys, seen);
-        };
         const int64_t after = start + kKeyTile;
         CellsAhead ahead(a.cache, after < end ? NextKeys{tile.block_table, kv_head, after, end} : next, keys, queries);
         if (in_place) {
             const KeysInPlace in_cache{cells, start, keys};
             score_in_place(in_cache, s, queries, ahead);
-            soften(s, s.scores, p, 0, queries, scale, keys, count_of, ahead);
+            soften(s, group_of(s, 0, queries, start, keys), s.scores, s.weights, p, scale,
+                   [&] { fetch_some(ahead, CellsAhead::kRowWork / 2); });
             add_in_place(in_cache, s, p, queries, ahead);
             continue;
         }
         load_tile<T>(cells, start, keys, s, ahead);
-        const auto most_of = [&](int64_t first) { return count_of(min_of(first + kGroupQueries, queries) - 1); };
-        const auto score = [&](int64_t first, float* scores) {
-            multiply<false>(min_of(kGroupQueries, queries - first), s.queries + first * s.head, s.head, s.keys,
-                            kKeyTile, head_dim, scores, kKeyTile, rounded_up(most_of(first), kWidth));
+        float* const scores[2] = {s.scores, s.scores + kGroupQueries * kKeyTile};
+        T* const weights[2] = {s.weights, s.weights + kGroupQueries * kKeyTile};
+        const auto score_product = [&](const Group& g, int turn) {
+            return Product<T>{false,    g.rows,   s.queries + g.first * s.head, s.head,   s.keys,
+                              kKeyTile, head_dim, scores[turn],                 kKeyTile, rounded_up(g.most(), kWidth)};
         };
         int64_t first = 0;
-        while (most_of(first) == 0) first += kGroupQueries;  // positions ascend: all further ones see something
-        float *scores = s.scores, *next_scores = s.scores + kGroupQueries * kKeyTile;
-        score(first, scores);
-        for (; first < queries; first += kGroupQueries) {
-            const int64_t rows = min_of(kGroupQueries, queries - first), most = most_of(first);
-            soften(s, scores, p, first, rows, scale, most, count_of, ahead);
-            // The next group's scores first: the weights are on their way to where tile registers load from.
-            if (first + kGroupQueries < queries) score(first + kGroupQueries, next_scores);
-            multiply<true>(rows, s.weights, kKeyTile, s.values, s.head, most, p.values + first * s.head, s.head,
-                           s.head);
-            float* done = scores;
-            scores = next_scores;
-            next_scores = done;
+        while (s.ends[min_of(first + kGroupQueries, queries) - 1] <= start) first += kGroupQueries;  // they see nothing yet
+        Group group = group_of(s, first, queries, start, keys), next_group;
+        Product<T> next_scores = score_product(group, 0), sums{};
+        finish(next_scores);
+        // While a group's scores become weights: the next group's scores, and the values of the one before.
+        for (int turn = 0; first < queries; first += kGroupQueries, turn = 1 - turn) {
+            next_scores = {};
+            if (first + kGroupQueries < queries) {
+                next_group = group_of(s, first + kGroupQueries, queries, start, keys);
+                next_scores = score_product(next_group, 1 - turn);
+            }
+            const int64_t every = 2 * group.rows / (steps_of(next_scores) + steps_of(sums) + 1);
+            int64_t calls = 0;
+            soften(s, group, scores[turn], weights[turn], p, scale, [&] {
+                fetch_some(ahead, CellsAhead::kRowWork / 2);
+                if (++calls < every) return;
+                calls = 0;
+                if (!do_step(next_scores)) do_step(sums);
+            });
+            finish(next_scores);
+            finish(sums);
+            sums = {true,   group.rows,   weights[turn],             kKeyTile, s.values,
+                    s.head, group.most(), p.values + first * s.head, s.head,   s.head};
+            group = next_group;
         }
+        finish(sums);
     }
     end_products(s);
     for (int64_t i = 0; i < queries; i++) p.sum[i] = sum_lanes(load(s.lanes + i * 16));

@@ -1,62 +1,59 @@
 // Attention's products on AMX tiles, as attention.inl uses them. Part of kernels.cpp.
 
-// out[rows][columns] (+)= a · b for up to 16 rows; k and columns round up to 32 and 16. Tile 4 has rows of a, 6 and 7 of
-// b, 0 … 3 sums.
-template <bool Add>
-INLINE void multiply_tiles(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, float* out,
-                           int64_t ldo, int64_t columns) {
+// A step is 32 of k for up to 64 columns, or the way of their sums to memory, a step later than they are ready. k and
+// columns round up to 32 and 16. Tile 4 has rows of a, 6 and 7 of b, 0 … 3 sums.
+INLINE int64_t steps_of(const Product<uint16_t>& p) { return (p.columns + 63) / 64 * ((p.k + 31) / 32); }
+
+// False if nothing was left to do.
+INLINE bool do_step(Product<uint16_t>& p) {
+    if (p.column >= p.columns) return false;
+    const int64_t left = p.columns - p.column, a_bytes = p.lda * 2, b_bytes = p.ldb * 4, out_bytes = p.ldo * 4;
+    const bool two = left > 16, three = left > 32, four = left > 48;
+    float* to = p.out + p.column;
     compiler_barrier();
-    const int64_t steps = (k + 31) / 32, a_bytes = lda * 2, b_bytes = ldb * 4, out_bytes = ldo * 4;
-    int64_t i = 0;
-    for (; i + 48 < columns; i += 64) {
-        float* to = out + i;
-        if (Add) {
+    if (p.step == 0) {
+        if (p.add) {
             _tile_loadd(0, to, out_bytes);
-            _tile_loadd(1, to + 16, out_bytes);
-            _tile_loadd(2, to + 32, out_bytes);
-            _tile_loadd(3, to + 48, out_bytes);
+            if (two) _tile_loadd(1, to + 16, out_bytes);
+            if (three) _tile_loadd(2, to + 32, out_bytes);
+            if (four) _tile_loadd(3, to + 48, out_bytes);
         } else {
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
             _tile_zero(3);
         }
-        for (int64_t step = 0; step < steps; step++) {
-            const uint16_t* from = b + 2 * (step * 16 * ldb + i);
-            _tile_loadd(4, a + step * 32, a_bytes);
-            _tile_loadd(6, from, b_bytes);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, from + 32, b_bytes);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(6, from + 64, b_bytes);
-            _tile_dpbf16ps(2, 4, 6);
-            _tile_loadd(7, from + 96, b_bytes);
-            _tile_dpbf16ps(3, 4, 7);
-        }
-        _tile_stored(0, to, out_bytes);
-        _tile_stored(1, to + 16, out_bytes);
-        _tile_stored(2, to + 32, out_bytes);
-        _tile_stored(3, to + 48, out_bytes);
     }
-    for (; i < columns; i += 16) {
-        if (Add)
-            _tile_loadd(0, out + i, out_bytes);
-        else
-            _tile_zero(0);
-        for (int64_t step = 0; step < steps; step++) {
-            _tile_loadd(4, a + step * 32, a_bytes);
-            _tile_loadd(6, b + 2 * (step * 16 * ldb + i), b_bytes);
-            _tile_dpbf16ps(0, 4, 6);
-        }
-        _tile_stored(0, out + i, out_bytes);
+    const uint16_t* from = p.b + 2 * (p.step * 16 * p.ldb + p.column);
+    _tile_loadd(4, p.a + p.step * 32, a_bytes);
+    _tile_loadd(6, from, b_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    if (two) {
+        _tile_loadd(7, from + 32, b_bytes);
+        _tile_dpbf16ps(1, 4, 7);
+    }
+    if (three) {
+        _tile_loadd(6, from + 64, b_bytes);
+        _tile_dpbf16ps(2, 4, 6);
+    }
+    if (four) {
+        _tile_loadd(7, from + 96, b_bytes);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+    if (++p.step * 32 >= p.k) {
+        _tile_stored(0, to, out_bytes);
+        if (two) _tile_stored(1, to + 16, out_bytes);
+        if (three) _tile_stored(2, to + 32, out_bytes);
+        if (four) _tile_stored(3, to + 48, out_bytes);
+        p.step = 0;
+        p.column += 64;
     }
     compiler_barrier();
+    return true;
 }
 
-template <bool Add>
-INLINE void multiply(int64_t, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, float* out,
-                     int64_t ldo, int64_t columns) {
-    multiply_tiles<Add>(a, lda, b, ldb, k, out, ldo, columns);
+INLINE void finish(Product<uint16_t>& p) {
+    while (do_step(p)) {}
 }
 
 // ---- few queries, in place ----

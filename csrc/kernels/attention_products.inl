@@ -53,6 +53,36 @@ INLINE void multiply(int64_t rows, const T* a, int64_t lda, const T* b, int64_t 
     }
 }
 
+// A product that waits to be done: out[rows][columns] (+)= a · b. Tiles do it in steps, between what vectors do; vectors
+// themselves would gain nothing by that.
+template <class T>
+struct Product {
+    bool add;
+    int64_t rows = 0;
+    const T* a;
+    int64_t lda;
+    const T* b;
+    int64_t ldb, k;
+    float* out;
+    int64_t ldo, columns = 0;
+    int64_t column = 0, step = 0;  // done so far
+};
+template <class T>
+INLINE int64_t steps_of(const Product<T>&) {
+    return 0;
+}
+template <class T>
+INLINE bool do_step(Product<T>&) {
+    return false;
+}
+template <class T>
+INLINE void finish(Product<T>& p) {
+    if (p.add)
+        multiply<true>(p.rows, p.a, p.lda, p.b, p.ldb, p.k, p.out, p.ldo, p.columns);
+    else
+        multiply<false>(p.rows, p.a, p.lda, p.b, p.ldb, p.k, p.out, p.ldo, p.columns);
+}
+
 // Around the products of a split.
 template <class T>
 INLINE void begin_products(const AttentionScratch<T>&, int64_t, bool) {}

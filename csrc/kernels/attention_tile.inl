@@ -19,8 +19,9 @@ struct AttentionScratch {
     T *keys, *values;     // [head / kPair][kKeyTile][kPair], [kKeyTile / kPair][head][kPair]
     T* queries;           // [room][head]
     float* scores;        // [2][kGroupQueries][kKeyTile]: one group's, and the next one's
-    T* weights;           // [kGroupQueries][kKeyTile]
+    T* weights;           // [2][kGroupQueries][kKeyTile]: one group's, and those of the one before
     float* lanes;         // [room][16]: each query's sum of weights, not yet summed over the lanes
+    int32_t* ends;        // [room]: a query sees the keys before that position
     float *split, *total;  // Partials of room queries
     T* cells;             // [kKeyTile][head_dim]: of an 8-bit cache
 
@@ -31,9 +32,10 @@ struct AttentionScratch {
         values = keys + head * kKeyTile;
         queries = values + head * kKeyTile;
         weights = queries + room * head;
-        scores = reinterpret_cast<float*>(weights + kGroupQueries * kKeyTile);
+        scores = reinterpret_cast<float*>(weights + 2 * kGroupQueries * kKeyTile);
         lanes = scores + 2 * kGroupQueries * kKeyTile;
-        split = lanes + room * 16;
+        ends = reinterpret_cast<int32_t*>(lanes + room * 16);
+        split = lanes + room * 17;
         total = split + room * partial_size(head_dim);
         cells = reinterpret_cast<T*>(total + room * partial_size(head_dim));
     }
@@ -229,5 +231,6 @@ static void load_queries(const Attention& a, const QueryTile& tile, int64_t kv_h
             T* to = s.queries + (r * group + h) * s.head;
             put_all(to, from, head_dim);
             for (int64_t d = head_dim; d < s.head; d++) to[d] = 0;
+            s.ends[r * group + h] = tile.positions[r] + 1;
         }
 }

@@ -91,17 +91,18 @@ INLINE void finish_some(const Matmul& m, Pending& p, int64_t count) {
 }
 
 // Sums of up to 32 rows (more than 16 if `two`) and one panel. In each step, also does some of `work`.
+// Rows pass by the first cache, so that the panel stays there.
 template <class Work>
 INLINE void add_block(const char* x, int64_t x_bytes, bool two, const char* b, int64_t steps, const Work& work) {
     const char* x2 = x + 16 * x_bytes;
     for (int64_t i = 0; i < steps; i++, x += 64, x2 += 64, b += kPanelStep) {
         _tile_loadd(6, b, 64);
-        _tile_loadd(4, x, x_bytes);
+        _tile_stream_loadd(4, x, x_bytes);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, b + kTile, 64);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
-            _tile_loadd(5, x2, x_bytes);
+            _tile_stream_loadd(5, x2, x_bytes);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }

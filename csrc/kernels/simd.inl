@@ -277,6 +277,16 @@ INLINE vf exp(vf x) {
 
 INLINE float exp(float x) { return exp(splat(x))[0]; }
 
+// Lane i is the largest of row i. The rows are used up.
+INLINE vf max_of_rows(vf (&row)[kWidth]) {
+    transpose(row);
+    UNROLL
+    for (int step = kWidth / 2; step > 0; step /= 2)
+        UNROLL
+        for (int i = 0; i < step; i++) row[i] = max(row[i], row[i + step]);
+    return row[0];
+}
+
 // 2^x for x ≤ 127, by a polynomial of ours on [−½, ½] that is within 1e-7 and gives 2^0 = 1. Below −126, −inf
 // included, it is 0 (or a subnormal number); NaN stays NaN.
 INLINE vf exp2(vf x) {
