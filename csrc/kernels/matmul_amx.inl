@@ -53,7 +53,7 @@ static void configure_group_tiles() {
 // Sums of up to 16 rows and one or two panels, over steps of 32 of k. `after`: panels that the same thread takes next.
 template <int P>
 INLINE void add_wide(const char* x, int64_t x_bytes, const char* b, const char* b2, int64_t steps, const char* after) {
-    constexpr int64_t kAhead = 2;  // steps to prefetch at
+    constexpr int64_t kAhead = 1;  // steps to prefetch at
     const int64_t panel_size = steps * kPanelStep;
     for (int64_t i = 0; i < steps; i++, x += 64, b += kPanelStep, b2 += kPanelStep) {
         const char* ahead = i + kAhead < steps ? b + kAhead * kPanelStep : after + (i + kAhead - steps) * kPanelStep;
