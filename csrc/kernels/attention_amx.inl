@@ -1,7 +1,7 @@
 // Attention's products on AMX tiles, as attention.inl uses them. Part of kernels.cpp.
 
-// A step is 32 of k for up to 64 columns, or the way of their sums to memory, a step later than they are ready. k and
-// columns round up to 32 and 16. Tile 4 has rows of a, 6 and 7 of b, 0 … 3 sums.
+// A step is 32 of k for up to 64 columns; k and columns round up to 32 and 16. Tile 4 has rows of a, 6 and 7 of b, 0 … 3
+// sums.
 INLINE int64_t steps_of(const Product<uint16_t>& p) { return (p.columns + 63) / 64 * ((p.k + 31) / 32); }
 
 // False if nothing was left to do.
