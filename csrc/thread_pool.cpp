@@ -36,7 +36,7 @@ constexpr std::chrono::microseconds kHelperSpin{200}, kCallerSpin{50};
 
 }  // namespace
 
-ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads), process_(static_cast<int>(getpid())) {
+ThreadPool::ThreadPool(int num_threads) : process_(static_cast<int>(getpid())) {
     if (num_threads < 1) throw std::invalid_argument("a thread pool needs at least one thread");
     unclaimed_ = std::vector<Share>(static_cast<size_t>(num_threads));
     try {

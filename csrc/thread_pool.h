@@ -29,7 +29,7 @@ public:
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    int num_threads() const { return num_threads_; }
+    int num_threads() const { return static_cast<int>(unclaimed_.size()); }
 
     // Calls body(piece, thread) once for each piece in 0 … num_pieces − 1, roughly in that order, with thread in
     // 0 … num_threads − 1 (two calls at one time never have the same). Returns when all have returned, and throws
@@ -63,7 +63,7 @@ private:
     struct alignas(64) Share {
         std::atomic<int64_t> pieces{0};
     };
-    std::vector<Share> unclaimed_;
+    std::vector<Share> unclaimed_;  // for each thread
     alignas(64) std::atomic<int64_t> unfinished_{0};
     alignas(64) std::atomic<int> sleeping_helpers_{0};
     std::atomic<bool> caller_sleeps_{false};
@@ -75,7 +75,6 @@ private:
     };
     std::unique_ptr<Signals> signals_ = std::make_unique<Signals>();
     std::vector<std::thread> helpers_;
-    const int num_threads_;
     const int process_;  // that has the helpers
 };
 

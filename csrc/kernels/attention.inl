@@ -18,7 +18,7 @@
 // ---- softmax ----
 
 // Queries first … first + rows − 1 meet a tile together; each sees so many of its keys, the first ones, none fewer than
-// the query before.
+// the query before. Past the last query there are none: rows ≤ 0.
 struct Group {
     int64_t first, rows;
     int64_t counts[kGroupQueries];
@@ -150,16 +150,13 @@ static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head
         };
         int64_t first = 0;
         while (s.ends[min_of(first + kGroupQueries, queries) - 1] <= start) first += kGroupQueries;  // they see nothing yet
-        Group group = group_of(s, first, queries, start, keys), next_group;
+        Group group = group_of(s, first, queries, start, keys);
         Product<T> next_scores = score_product(group, 0), sums{};
         finish(next_scores);
         // While a group's scores become weights: the next group's scores, and the values of the one before.
-        for (int turn = 0; first < queries; first += kGroupQueries, turn = 1 - turn) {
-            next_scores = {};
-            if (first + kGroupQueries < queries) {
-                next_group = group_of(s, first + kGroupQueries, queries, start, keys);
-                next_scores = score_product(next_group, 1 - turn);
-            }
+        for (int turn = 0; group.rows > 0; turn = 1 - turn) {
+            const Group next_group = group_of(s, group.first + kGroupQueries, queries, start, keys);
+            next_scores = next_group.rows > 0 ? score_product(next_group, 1 - turn) : Product<T>{};
             const int64_t every = 2 * group.rows / (steps_of(next_scores) + steps_of(sums) + 1);
             int64_t calls = 0;
             soften(s, group, scores[turn], weights[turn], p, scale, [&] {
@@ -170,8 +167,8 @@ static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head
             });
             finish(next_scores);
             finish(sums);
-            sums = {true,   group.rows,   weights[turn],             kKeyTile, s.values,
-                    s.head, group.most(), p.values + first * s.head, s.head,   s.head};
+            sums = {true,   group.rows,   weights[turn],                   kKeyTile, s.values,
+                    s.head, group.most(), p.values + group.first * s.head, s.head,   s.head};
             group = next_group;
         }
         finish(sums);

@@ -45,7 +45,7 @@ template <bool Add, class T>
 INLINE void multiply(int64_t rows, const T* a, int64_t lda, const T* b, int64_t ldb, int64_t k, float* out,
                      int64_t ldo, int64_t columns) {
     for (int64_t r = 0; r < rows;) {
-        const int64_t tiles = (rows - r + kTileRows - 1) / kTileRows, height = (rows - r + tiles - 1) / tiles;
+        const int64_t height = next_rows(rows - r, kTileRows);
         const T* x = a + r * lda;
         float* to = out + r * ldo;
         with_rows(height, [&](auto tile) { multiply_rows<tile.count, Add>(x, lda, b, ldb, k, to, ldo, columns); });

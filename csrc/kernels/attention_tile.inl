@@ -10,9 +10,6 @@ struct Partials {
     Partials(float* memory, int64_t queries) : maximum(memory), sum(memory + queries), values(memory + 2 * queries) {}
 };
 
-INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t rounded_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
-
 template <class T>
 struct AttentionScratch {
     int64_t head, room;   // padded head_dim, padded number of queries

@@ -79,7 +79,7 @@ constexpr int64_t kFetchStep = 64;  // of k
 template <class T, int R, int P>
 static void panel_tile(const T* x, int64_t stride, const T* panels, int64_t k, float* tile, Fetch& fetch) {
     constexpr int V = tile_vectors<R>() * P / tile_panels<R>();
-    const int64_t panel_size = kPanel * ((k + kPair<T> - 1) / kPair<T> * kPair<T>);
+    const int64_t panel_size = kPanel * rounded_up(k, kPair<T>);
     for (int64_t output = 0; output < P * kPanel; output += V * kWidth) {
         vf acc[R][V] = {};
         for (int64_t i = 0; i < k; i += kFetchStep) {
@@ -162,7 +162,7 @@ INLINE void finish_panels(const Matmul& m, int64_t row, int64_t rows, int64_t un
 
 template <class T>
 static void matmul_fma(const Matmul& m, int64_t row, int64_t row_end, int64_t unit, int64_t unit_end) {
-    const int64_t panel_size = kPanel * ((m.k + kPair<T> - 1) / kPair<T> * kPair<T>);
+    const int64_t panel_size = kPanel * rounded_up(m.k, kPair<T>);
     const int64_t stride = m.x_bytes / static_cast<int64_t>(sizeof(T));
     float tile[2 * kTileRows * kPanel];
     // Panels stay in the cache while the rows go past them.

@@ -183,6 +183,9 @@ INLINE vf load_wide(const uint16_t* from) { return widen(load_as<vh>(from)); }
 INLINE float wide(float x) { return x; }
 INLINE float wide(uint16_t x) { return widen(x); }
 
+INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t rounded_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+
 // Products of float32 or bfloat16 numbers take a word of 4 bytes of each factor at a time.
 template <class T>
 constexpr int64_t kPair = 4 / static_cast<int64_t>(sizeof(T));  // numbers in it
