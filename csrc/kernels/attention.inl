@@ -36,12 +36,12 @@ INLINE Group group_of(const AttentionScratch<T>& s, int64_t first, int64_t queri
     return group;
 }
 
-// The queries' scores → weights 2^(scale · score − maximum), or 0 for keys that a query does not see, up to a step of
-// keys; updates maximum and sum, and scales the values summed so far. Calls `between` twice for each query. Whole: all
-// see the whole tile.
-template <bool Whole, class T, class Between>
-INLINE void soften(const AttentionScratch<T>& s, const Group& group, const float* group_scores, T* group_weights,
-                   const Partials& p, float scale, const Between& between) {
+// s.scores → s.weights 2^(scale · score − maximum), or 0 for keys that a query does not see, up to a step of keys;
+// updates maximum and sum, and scales the values summed so far. A larger score need not become the maximum at once: so
+// far beyond it, weights keep their precision, and sums are seldom scaled. Whole: all see the whole tile.
+template <bool Whole, class T>
+INLINE void soften(const AttentionScratch<T>& s, const Group& group, const Partials& p, float scale) {
+    constexpr float kBeyond = 8;  // of exponents
     vi lane;
     UNROLL
     for (int i = 0; i < kWidth; i++) lane[i] = i;
@@ -49,7 +49,7 @@ INLINE void soften(const AttentionScratch<T>& s, const Group& group, const float
     vf largest[kGroupQueries / kWidth][kWidth];
     for (int64_t r = 0; r < kGroupQueries; r++) largest[r / kWidth][r % kWidth] = nothing;
     for (int64_t r = 0; r < group.rows; r++) {
-        const float* scores = group_scores + r * kKeyTile;
+        const float* scores = s.scores + r * kKeyTile;
         const int64_t count = Whole ? kKeyTile : group.counts[r], whole = count / kWidth * kWidth;
         vf most = nothing;
         for (int64_t i = 0; i < whole; i += kWidth) most = max(load(scores + i), most);
@@ -58,57 +58,59 @@ INLINE void soften(const AttentionScratch<T>& s, const Group& group, const float
             most = max(seen ? load(scores + whole) : nothing, most);
         }
         largest[r / kWidth][r % kWidth] = most;
-        between();
     }
     float *maximum = p.maximum + group.first, shrink[kGroupQueries];
-    bool any = false;
     for (int64_t r = 0; r < kGroupQueries; r += kWidth) {
-        const vf before = load(maximum + r), after = max(max_of_rows(largest[r / kWidth]) * factor, before);
-        store(shrink + r, before == after ? splat(1.f) : exp2(before - after));
+        const vf before = load(maximum + r), now = max_of_rows(largest[r / kWidth]) * factor;
+        const vf after = now > before + splat(kBeyond) ? now : before;
+        store(shrink + r, (before == after) | (before == nothing) ? splat(1.f) : exp2(before - after));
         store(maximum + r, after);
     }
-    for (int64_t r = 0; r < group.rows; r++) any |= shrink[r] != 1;
-    if (any)
-        for (int64_t r = 0; r < group.rows; r++) {
-            if (shrink[r] == 1) continue;
-            float *values = p.values + (group.first + r) * s.head, *lanes = s.lanes + (group.first + r) * 16;
-            for (int64_t d = 0; d < s.head; d += kWidth) store(values + d, load(values + d) * shrink[r]);
-            store(lanes, load(lanes) * shrink[r]);
-        }
     const int64_t end = rounded_up(group.most(), kKeyStep);
     for (int64_t r = 0; r < group.rows; r++) {
-        const float* scores = group_scores + r * kKeyTile;
-        T* weights = group_weights + r * kKeyTile;
+        const float* scores = s.scores + r * kKeyTile;
+        T* weights = s.weights + r * kKeyTile;
+        float* lanes = s.lanes + (group.first + r) * 16;
         const int64_t count = Whole ? kKeyTile : group.counts[r], whole = count / kWidth * kWidth;
         const vf shift = splat(-maximum[r]);
-        vf sum = load(s.lanes + (group.first + r) * 16);
+        vf sum = load(lanes);
+        if (shrink[r] != 1) {
+            sum *= shrink[r];
+            float* values = p.values + (group.first + r) * s.head;
+            for (int64_t d = 0; d < s.head; d += kWidth) store(values + d, load(values + d) * shrink[r]);
+        }
         int64_t i = 0;
+        for (; i + 2 * kWidth <= whole; i += 2 * kWidth) {
+            const vf one = exp2<T>(fma(load(scores + i), factor, shift));
+            const vf other = exp2<T>(fma(load(scores + i + kWidth), factor, shift));
+            sum += one;
+            sum += other;
+            put(weights + i, one, other);
+        }
         for (; i < whole; i += kWidth) {
-            const vf weight = exp2(fma(load(scores + i), factor, shift));
+            const vf weight = exp2<T>(fma(load(scores + i), factor, shift));
             sum += weight;
             put(weights + i, weight);
         }
         if (i < count) {
             const vi seen = lane < splat(static_cast<int32_t>(count - i));
-            const vf weight = seen ? exp2(fma(load(scores + i), factor, shift)) : vf{};
+            const vf weight = seen ? exp2<T>(fma(load(scores + i), factor, shift)) : vf{};
             sum += weight;
             put(weights + i, weight);
             i += kWidth;
         }
         if (!Whole)
             for (; i < end; i += kWidth) put(weights + i, vf{});
-        store(s.lanes + (group.first + r) * 16, sum);
-        between();
+        store(lanes, sum);
     }
 }
 
-template <class T, class Between>
-INLINE void soften(const AttentionScratch<T>& s, const Group& group, const float* scores, T* weights, const Partials& p,
-                   float scale, const Between& between) {
+template <class T>
+INLINE void soften(const AttentionScratch<T>& s, const Group& group, const Partials& p, float scale) {
     if (group.counts[0] == kKeyTile)
-        soften<true>(s, group, scores, weights, p, scale, between);
+        soften<true>(s, group, p, scale);
     else
-        soften<false>(s, group, scores, weights, p, scale, between);
+        soften<false>(s, group, p, scale);
 }
 
 // ---- splits ----
@@ -122,56 +124,36 @@ static void sum_split(const Attention& a, const QueryTile& tile, int64_t kv_head
     const float scale = a.scale * 1.44269504f;  // to base 2
     const Partials p(s.split, s.room);
     for (int64_t i = 0; i < s.room; i++) p.maximum[i] = -__builtin_inff();
-    for (int64_t i = 0; i < s.room * s.head; i++) p.values[i] = 0;
     for (int64_t i = 0; i < s.room * 16; i++) s.lanes[i] = 0;
     const int64_t context = tile.positions[tile.rows - 1] + 1;
     const int64_t end = min_of(context, (split + 1) * kContextSplit);
     const bool in_place = reads_in_place(s, a.cache, queries);
+    if (in_place)  // or the first tile's values are not added to anything
+        for (int64_t i = 0; i < s.room * s.head; i++) p.values[i] = 0;
     begin_products(s, queries, in_place);
-    const Cells cells{a.cache, tile.block_table, kv_head};
     for (int64_t start = split * kContextSplit; start < end; start += kKeyTile) {
-        const int64_t keys = min_of(kKeyTile, end - start);
-        const int64_t after = start + kKeyTile;
-        CellsAhead ahead(a.cache, after < end ? NextKeys{tile.block_table, kv_head, after, end} : next, keys, queries);
+        const int64_t after = start + kKeyTile, keys = min_of(kKeyTile, end - start);
+        const NextKeys own_next{tile.block_table, kv_head, after, end};
+        const KeyTile key_tile{{a.cache, tile.block_table, kv_head}, start, keys, after < end ? own_next : next};
         if (in_place) {
-            const KeysInPlace in_cache{cells, start, keys};
-            score_in_place(in_cache, s, queries, ahead);
-            soften(s, group_of(s, 0, queries, start, keys), s.scores, s.weights, p, scale,
-                   [&] { fetch_some(ahead, CellsAhead::kRowWork / 2); });
-            add_in_place(in_cache, s, p, queries, ahead);
+            score_in_place(key_tile, s, queries);
+            soften(s, group_of(s, 0, queries, start, keys), p, scale);
+            add_in_place(key_tile, s, p, queries);
             continue;
         }
-        load_tile<T>(cells, start, keys, s, ahead);
-        float* const scores[2] = {s.scores, s.scores + kGroupQueries * kKeyTile};
-        T* const weights[2] = {s.weights, s.weights + kGroupQueries * kKeyTile};
-        const auto score_product = [&](const Group& g, int turn) {
-            return Product<T>{false,    g.rows,   s.queries + g.first * s.head, s.head,   s.keys,
-                              kKeyTile, head_dim, scores[turn],                 kKeyTile, rounded_up(g.most(), kWidth)};
-        };
-        int64_t first = 0;
-        while (s.ends[min_of(first + kGroupQueries, queries) - 1] <= start) first += kGroupQueries;  // they see nothing yet
-        Group group = group_of(s, first, queries, start, keys);
-        Product<T> next_scores = score_product(group, 0), sums{};
-        finish(next_scores);
-        // While a group's scores become weights: the next group's scores, and the values of the one before.
-        for (int turn = 0; group.rows > 0; turn = 1 - turn) {
-            const Group next_group = group_of(s, group.first + kGroupQueries, queries, start, keys);
-            next_scores = next_group.rows > 0 ? score_product(next_group, 1 - turn) : Product<T>{};
-            const int64_t every = 2 * group.rows / (steps_of(next_scores) + steps_of(sums) + 1);
-            int64_t calls = 0;
-            soften(s, group, scores[turn], weights[turn], p, scale, [&] {
-                fetch_some(ahead, CellsAhead::kRowWork / 2);
-                if (++calls < every) return;
-                calls = 0;
-                if (!do_step(next_scores)) do_step(sums);
-            });
-            finish(next_scores);
-            finish(sums);
-            sums = {true,   group.rows,   weights[turn],                   kKeyTile, s.values,
-                    s.head, group.most(), p.values + group.first * s.head, s.head,   s.head};
-            group = next_group;
+        load_tile<T>(key_tile, s);
+        for (int64_t first = 0; first < queries; first += kGroupQueries) {
+            const Group group = group_of(s, first, queries, start, keys);
+            if (group.most() == 0) continue;  // they see nothing yet
+            multiply<false>(group.rows, s.queries + first * s.head, s.head, s.keys, kKeyTile, head_dim, s.scores, kKeyTile,
+                            rounded_up(group.most(), kWidth));
+            soften(s, group, p, scale);
+            float* values = p.values + first * s.head;
+            if (start % kContextSplit == 0)
+                multiply<false>(group.rows, s.weights, kKeyTile, s.values, s.head, group.most(), values, s.head, s.head);
+            else
+                multiply<true>(group.rows, s.weights, kKeyTile, s.values, s.head, group.most(), values, s.head, s.head);
         }
-        finish(sums);
     }
     end_products(s);
     for (int64_t i = 0; i < queries; i++) p.sum[i] = sum_lanes(load(s.lanes + i * 16));

@@ -1,18 +1,16 @@
 // Attention's products on AMX tiles, as attention.inl uses them. Part of kernels.cpp.
 
-// A step is 32 of k for up to 64 columns; k and columns round up to 32 and 16. Tile 4 has rows of a, 6 and 7 of b, 0 … 3
-// sums.
-INLINE int64_t steps_of(const Product<uint16_t>& p) { return (p.columns + 63) / 64 * ((p.k + 31) / 32); }
-
-// False if nothing was left to do.
-INLINE bool do_step(Product<uint16_t>& p) {
-    if (p.column >= p.columns) return false;
-    const int64_t left = p.columns - p.column, a_bytes = p.lda * 2, b_bytes = p.ldb * 4, out_bytes = p.ldo * 4;
-    const bool two = left > 16, three = left > 32, four = left > 48;
-    float* to = p.out + p.column;
+// k and columns round up to 32 and 16. Tile 4 has rows of a, 6 and 7 of b, 0 … 3 sums.
+template <bool Add>
+INLINE void multiply(int64_t, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, int64_t k, float* out,
+                     int64_t ldo, int64_t columns) {
+    const int64_t a_bytes = lda * 2, b_bytes = ldb * 4, out_bytes = ldo * 4;
     compiler_barrier();
-    if (p.step == 0) {
-        if (p.add) {
+    for (int64_t column = 0; column < columns; column += 64) {
+        const int64_t left = columns - column;
+        const bool two = left > 16, three = left > 32, four = left > 48;
+        float* to = out + column;
+        if (Add) {
             _tile_loadd(0, to, out_bytes);
             if (two) _tile_loadd(1, to + 16, out_bytes);
             if (three) _tile_loadd(2, to + 32, out_bytes);
@@ -23,37 +21,30 @@ INLINE bool do_step(Product<uint16_t>& p) {
             _tile_zero(2);
             _tile_zero(3);
         }
-    }
-    const uint16_t* from = p.b + 2 * (p.step * 16 * p.ldb + p.column);
-    _tile_loadd(4, p.a + p.step * 32, a_bytes);
-    _tile_loadd(6, from, b_bytes);
-    _tile_dpbf16ps(0, 4, 6);
-    if (two) {
-        _tile_loadd(7, from + 32, b_bytes);
-        _tile_dpbf16ps(1, 4, 7);
-    }
-    if (three) {
-        _tile_loadd(6, from + 64, b_bytes);
-        _tile_dpbf16ps(2, 4, 6);
-    }
-    if (four) {
-        _tile_loadd(7, from + 96, b_bytes);
-        _tile_dpbf16ps(3, 4, 7);
-    }
-    if (++p.step * 32 >= p.k) {
+        for (int64_t i = 0; i < k; i += 32) {
+            const uint16_t* from = b + 2 * column + i * ldb;
+            _tile_loadd(4, a + i, a_bytes);
+            _tile_loadd(6, from, b_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            if (two) {
+                _tile_loadd(7, from + 32, b_bytes);
+                _tile_dpbf16ps(1, 4, 7);
+            }
+            if (three) {
+                _tile_loadd(6, from + 64, b_bytes);
+                _tile_dpbf16ps(2, 4, 6);
+            }
+            if (four) {
+                _tile_loadd(7, from + 96, b_bytes);
+                _tile_dpbf16ps(3, 4, 7);
+            }
+        }
         _tile_stored(0, to, out_bytes);
         if (two) _tile_stored(1, to + 16, out_bytes);
         if (three) _tile_stored(2, to + 32, out_bytes);
         if (four) _tile_stored(3, to + 48, out_bytes);
-        p.step = 0;
-        p.column += 64;
     }
     compiler_barrier();
-    return true;
-}
-
-INLINE void finish(Product<uint16_t>& p) {
-    while (do_step(p)) {}
 }
 
 // ---- few queries, in place ----
@@ -71,9 +62,9 @@ INLINE bool reads_in_place(const AttentionScratch<uint16_t>&, const CacheLayer& 
 
 // Where the queries wait as columns, [head / 2][16][2]; and 32 values by pairs, [16][64][2], twice: in what a repacked
 // tile would fill. (Its padding must stay zero, but a head_dim that is taken in place has none.)
-INLINE uint16_t* query_columns(const AttentionScratch<uint16_t>& s) { return s.values; }
+INLINE uint16_t* query_columns(const AttentionScratch<uint16_t>& s) { return s.cells; }
 INLINE uint16_t* value_pairs(const AttentionScratch<uint16_t>& s, int64_t turn) {
-    return s.keys + turn % 2 * (32 * 64);
+    return s.keys + turn % 2 * (32 * 64);  // and on into s.values if the head is that small
 }
 
 static void begin_products(const AttentionScratch<uint16_t>& s, int64_t queries, bool in_place) {
@@ -121,19 +112,19 @@ INLINE void columns_to_rows(const float* square, int64_t queries, float* rows) {
 }
 
 // s.scores[queries][kKeyTile] of the keys; those beyond the last one mean nothing.
-INLINE void score_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>& s, int64_t queries,
-                           CellsAhead& ahead) {
-    float* squares = s.scores + kGroupQueries * kKeyTile;  // [kKeyTile][16], in place of the next group's scores
+INLINE void score_in_place(const KeyTile& k, const AttentionScratch<uint16_t>& s, int64_t queries) {
+    float* squares = s.scores + kGroupQueries * kKeyTile;  // [kKeyTile][16]
     const int64_t steps = s.head / 32, bytes = s.head * 2;
     compiler_barrier();
     for (int64_t key = 0; key < k.count; key += 16) {
         const char* keys = key_at(k.cells, k.start + key);
+        const int64_t ahead = next_from(k, key);
         _tile_zero(7);
         for (int64_t step = 0; step < steps; step++) {
             _tile_loadd(5, keys + step * 64, bytes);
             _tile_loadd(6, query_columns(s) + step * 512, 64);
             _tile_dpbf16ps(7, 5, 6);
-            fetch_some(ahead, (16 + steps - 1) / steps);
+            fetch(keys + step * 1024, ahead, 1024);
         }
         _tile_stored(7, squares + key * 16, 64);
     }
@@ -142,7 +133,7 @@ INLINE void score_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t
 }
 
 // Values `first` … first + 31, columns [column, column + 64) as far as there are any, by pairs to `to` [16][64][2].
-INLINE void pair_values(const KeysInPlace& k, int64_t first, int64_t column, int64_t head, uint16_t* to, CellsAhead& ahead) {
+INLINE void pair_values(const KeyTile& k, int64_t first, int64_t column, int64_t head, uint16_t* to) {
     const int64_t columns = min_of(64, head - column), left = k.count - first;
     for (int64_t key = 0; key < 32; key += 16) {
         if (key >= left) {
@@ -150,6 +141,7 @@ INLINE void pair_values(const KeysInPlace& k, int64_t first, int64_t column, int
             return;
         }
         const char* cell = value_at(k.cells, k.start + first + key) + 2 * column;
+        const int64_t ahead = next_from(k, first + key);
         for (int64_t i = key; i < key + 16; i += 2, cell += 4 * head) {
             uint16_t* pair = to + i * 64;
             const auto* even = reinterpret_cast<const uint16_t*>(cell);
@@ -158,19 +150,19 @@ INLINE void pair_values(const KeysInPlace& k, int64_t first, int64_t column, int
                 const __m512i b = i + 1 < left ? load_as<__m512i>(even + head + d) : __m512i{};
                 store_pairs(a, b, pair + 2 * d);
             }
-            fetch_some(ahead, 2);
+            fetch(even, ahead, 2 * columns);
+            fetch(even + head, ahead, 2 * columns);
         }
     }
 }
 
 // p.values += s.weights · the keys' values, for all queries.
-INLINE void add_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>& s, const Partials& p, int64_t,
-                         CellsAhead& ahead) {
+INLINE void add_in_place(const KeyTile& k, const AttentionScratch<uint16_t>& s, const Partials& p, int64_t) {
     const int64_t row_bytes = s.head * 4;
     for (int64_t column = 0; column < s.head; column += 64) {
         const bool wide = column + 32 < s.head;
         float* sums = p.values + column;
-        pair_values(k, 0, column, s.head, value_pairs(s, 0), ahead);
+        pair_values(k, 0, column, s.head, value_pairs(s, 0));
         compiler_barrier();
         _tile_loadd(0, sums, row_bytes);
         _tile_loadd(1, sums + 16, row_bytes);
@@ -180,7 +172,7 @@ INLINE void add_in_place(const KeysInPlace& k, const AttentionScratch<uint16_t>&
         }
         for (int64_t key = 0; key < k.count; key += 32) {
             // The next pairs first: these ones are on their way to where tile registers load from.
-            if (key + 32 < k.count) pair_values(k, key + 32, column, s.head, value_pairs(s, key / 32 + 1), ahead);
+            if (key + 32 < k.count) pair_values(k, key + 32, column, s.head, value_pairs(s, key / 32 + 1));
             compiler_barrier();
             const uint16_t* values = value_pairs(s, key / 32);
             _tile_loadd(4, s.weights + key, kKeyTile * 2);

@@ -41,6 +41,7 @@ static void multiply_rows(const T* a, int64_t lda, const T* b, int64_t ldb, int6
     for (; i < columns; i += kWidth) multiply_columns<R, 1, Add>(a, lda, b + i * kPair<T>, ldb, k, out + i, ldo);
 }
 
+// out[rows][columns] (+)= a · b.
 template <bool Add, class T>
 INLINE void multiply(int64_t rows, const T* a, int64_t lda, const T* b, int64_t ldb, int64_t k, float* out,
                      int64_t ldo, int64_t columns) {
@@ -51,36 +52,6 @@ INLINE void multiply(int64_t rows, const T* a, int64_t lda, const T* b, int64_t 
         with_rows(height, [&](auto tile) { multiply_rows<tile.count, Add>(x, lda, b, ldb, k, to, ldo, columns); });
         r += height;
     }
-}
-
-// A product that waits to be done: out[rows][columns] (+)= a · b. Tiles do it in steps, between what vectors do; vectors
-// themselves would gain nothing by that.
-template <class T>
-struct Product {
-    bool add;
-    int64_t rows = 0;
-    const T* a;
-    int64_t lda;
-    const T* b;
-    int64_t ldb, k;
-    float* out;
-    int64_t ldo, columns = 0;
-    int64_t column = 0, step = 0;  // done so far
-};
-template <class T>
-INLINE int64_t steps_of(const Product<T>&) {
-    return 0;
-}
-template <class T>
-INLINE bool do_step(Product<T>&) {
-    return false;
-}
-template <class T>
-INLINE void finish(Product<T>& p) {
-    if (p.add)
-        multiply<true>(p.rows, p.a, p.lda, p.b, p.ldb, p.k, p.out, p.ldo, p.columns);
-    else
-        multiply<false>(p.rows, p.a, p.lda, p.b, p.ldb, p.k, p.out, p.ldo, p.columns);
 }
 
 // Around the products of a split.
@@ -100,10 +71,11 @@ INLINE bool reads_in_place(const AttentionScratch<T>&, const CacheLayer& c, int6
 }
 
 template <int R, class T>
-static void score_rows(const KeysInPlace& k, const AttentionScratch<T>& s, CellsAhead& ahead) {
+static void score_rows(const KeyTile& k, const AttentionScratch<T>& s) {
     const int64_t words = s.head / kPair<T>;
     for (int64_t key = 0; key < k.count; key += kWidth) {
         const T* keys = reinterpret_cast<const T*>(key_at(k.cells, k.start + key));
+        const int64_t ahead = next_from(k, key);
         vf acc[R] = {};
         for (int64_t w = 0; w < words; w += kWidth) {
             vf square[kWidth];
@@ -114,7 +86,7 @@ static void score_rows(const KeysInPlace& k, const AttentionScratch<T>& s, Cells
             for (int i = 0; i < kWidth; i++)
                 UNROLL
                 for (int r = 0; r < R; r++) acc[r] = add_product(acc[r], s.queries + r * s.head + (w + i) * kPair<T>, square[i]);
-            fetch_some(ahead, (kWidth * kWidth + words - 1) / words);
+            fetch(keys + w * kWidth * kPair<T>, ahead, kWidth * kWidth * 4);
         }
         UNROLL
         for (int r = 0; r < R; r++) store(s.scores + r * kKeyTile + key, acc[r]);
@@ -130,7 +102,7 @@ INLINE vf value_word(const uint16_t* value, int64_t head, bool two) {
 
 // p.values[R][column … column + V vectors] += s.weights · values.
 template <int R, int V, class T>
-INLINE void add_value_columns(const KeysInPlace& k, const AttentionScratch<T>& s, float* sums, int64_t column, CellsAhead& ahead) {
+INLINE void add_value_columns(const KeyTile& k, const AttentionScratch<T>& s, float* sums, int64_t column) {
     const int64_t block_size = k.cells.cache.block_size;
     vf acc[R][V];
     UNROLL
@@ -140,7 +112,9 @@ INLINE void add_value_columns(const KeysInPlace& k, const AttentionScratch<T>& s
     for (int64_t key = 0, run; key < k.count; key += run) {
         run = min_of(k.count - key, block_size - (k.start + key) % block_size);
         const T* values = reinterpret_cast<const T*>(value_at(k.cells, k.start + key)) + column;
+        const int64_t ahead = next_from(k, key), bytes = V * kWidth * static_cast<int64_t>(sizeof(T));
         for (int64_t j = 0; j < run; j += kPair<T>) {
+            for (int64_t i = j; i < j + kPair<T>; i++) fetch(values + i * s.head, ahead, bytes);
             vf words[V];
             UNROLL
             for (int v = 0; v < V; v++) words[v] = value_word(values + j * s.head + v * kWidth, s.head, j + 1 < run);
@@ -149,7 +123,6 @@ INLINE void add_value_columns(const KeysInPlace& k, const AttentionScratch<T>& s
                 UNROLL
                 for (int v = 0; v < V; v++) acc[r][v] = add_product(acc[r][v], s.weights + r * kKeyTile + key + j, words[v]);
         }
-        fetch_some(ahead, run * V * kWidth / s.head);
     }
     UNROLL
     for (int r = 0; r < R; r++)
@@ -158,21 +131,21 @@ INLINE void add_value_columns(const KeysInPlace& k, const AttentionScratch<T>& s
 }
 
 template <int R, class T>
-static void add_value_rows(const KeysInPlace& k, const AttentionScratch<T>& s, float* sums, CellsAhead& ahead) {
+static void add_value_rows(const KeyTile& k, const AttentionScratch<T>& s, float* sums) {
     constexpr int V = tile_vectors<R>();
     int64_t column = 0;
-    for (; column + V * kWidth <= s.head; column += V * kWidth) add_value_columns<R, V>(k, s, sums, column, ahead);
-    for (; column < s.head; column += kWidth) add_value_columns<R, 1>(k, s, sums, column, ahead);
+    for (; column + V * kWidth <= s.head; column += V * kWidth) add_value_columns<R, V>(k, s, sums, column);
+    for (; column < s.head; column += kWidth) add_value_columns<R, 1>(k, s, sums, column);
 }
 
 // s.scores[queries][kKeyTile] of the keys; those beyond the last one mean nothing.
 template <class T>
-INLINE void score_in_place(const KeysInPlace& k, const AttentionScratch<T>& s, int64_t queries, CellsAhead& ahead) {
-    with_rows(queries, [&](auto rows) { score_rows<rows.count>(k, s, ahead); });
+INLINE void score_in_place(const KeyTile& k, const AttentionScratch<T>& s, int64_t queries) {
+    with_rows(queries, [&](auto rows) { score_rows<rows.count>(k, s); });
 }
 
 // p.values += s.weights · the keys' values, for all queries.
 template <class T>
-INLINE void add_in_place(const KeysInPlace& k, const AttentionScratch<T>& s, const Partials& p, int64_t queries, CellsAhead& ahead) {
-    with_rows(queries, [&](auto rows) { add_value_rows<rows.count>(k, s, p.values, ahead); });
+INLINE void add_in_place(const KeyTile& k, const AttentionScratch<T>& s, const Partials& p, int64_t queries) {
+    with_rows(queries, [&](auto rows) { add_value_rows<rows.count>(k, s, p.values); });
 }

@@ -1,7 +1,6 @@
 // A tile of keys and values in scratch memory, and the queries that meet it, as attention.inl says. Part of kernels.cpp.
 
-constexpr int64_t kGroupQueries = 16;  // queries that meet a tile together: a tile register's rows
-constexpr int64_t kKeyStep = 32;       // keys that a tile register takes at a time
+constexpr int64_t kKeyStep = 32;  // keys that a tile register takes at a time
 
 // A query head over some keys: in memory, maxima [queries], sums [queries], weighted values [queries][head].
 struct Partials {
@@ -15,8 +14,8 @@ struct AttentionScratch {
     int64_t head, room;   // padded head_dim, padded number of queries
     T *keys, *values;     // [head / kPair][kKeyTile][kPair], [kKeyTile / kPair][head][kPair]
     T* queries;           // [room][head]
-    float* scores;        // [2][kGroupQueries][kKeyTile]: one group's, and the next one's
-    T* weights;           // [2][kGroupQueries][kKeyTile]: one group's, and those of the one before
+    float* scores;        // [2][kGroupQueries][kKeyTile]: one group's; and room for as many
+    T* weights;           // [kGroupQueries][kKeyTile]: one group's
     float* lanes;         // [room][16]: each query's sum of weights, not yet summed over the lanes
     int32_t* ends;        // [room]: a query sees the keys before that position
     float *split, *total;  // Partials of room queries
@@ -29,7 +28,7 @@ struct AttentionScratch {
         values = keys + head * kKeyTile;
         queries = values + head * kKeyTile;
         weights = queries + room * head;
-        scores = reinterpret_cast<float*>(weights + 2 * kGroupQueries * kKeyTile);
+        scores = reinterpret_cast<float*>(weights + kGroupQueries * kKeyTile);
         lanes = scores + 2 * kGroupQueries * kKeyTile;
         ends = reinterpret_cast<int32_t*>(lanes + room * 16);
         split = lanes + room * 17;
@@ -56,63 +55,29 @@ INLINE const char* value_at(const Cells& c, int64_t position) {
     return key_at(c, position) + c.cache.block_size * cell_bytes(c.cache.format, c.cache.head_dim);
 }
 
-// The keys [start, start + count) of a kv head: from a multiple of kKeyTile on.
-struct KeysInPlace {
+// The keys [start, start + count) of a kv head, from a multiple of kKeyTile on; and those that come next, which are
+// fetched meanwhile.
+struct KeyTile {
     Cells cells;
     int64_t start, count;
+    NextKeys next;
 };
 
-// Keys and values that the thread will need soon, fetched a few cells at a time while it works on a tile: all at once,
-// they would fill the processor's queue for memory, and it would wait. In the order in which they lie, block by block.
-struct CellsAhead {
-    Cells cells;
-    int64_t position, end;
-    int64_t each;     // of 1/256 cells, for a unit of work
-    int64_t due = 0;  // likewise
-    bool values = false;
-    const char* cell = nullptr;
-    int64_t run = 0;  // cells from `cell` on
-
-    // The first tile of `next`, while as much work is done as a tile of some keys and queries takes.
-    CellsAhead(const CacheLayer& c, const NextKeys& next, int64_t keys, int64_t queries)
-        : cells{c, next.block_table, next.kv_head},
-          position(next.position),
-          end(min_of(next.position + kKeyTile, next.end)),
-          each((end - position) * 2 * 256 / (2 * keys + kRowWork * queries) + 1) {}
-
-    // A unit of work is to repack a cell; what the scores of a query take is as long as some of those.
-    static constexpr int64_t kRowWork = 8;
-};
-
-// Out of line: loops that call for it now and then keep their registers.
-static __attribute__((noinline)) void fetch_due(CellsAhead& a) {
-    const CacheLayer& c = a.cells.cache;
-    const int64_t bytes = cell_bytes(c.format, c.head_dim);
-    for (; a.due >= 256; a.due -= 256) {
-        if (a.run == 0) {
-            if (a.position >= a.end) {
-                a.each = a.due = 0;
-                return;
-            }
-            a.run = min_of(c.block_size - a.position % c.block_size, a.end - a.position);
-            a.cell = a.values ? value_at(a.cells, a.position) : key_at(a.cells, a.position);
-            if (a.values) a.position += a.run;
-            a.values = !a.values;
-        }
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(a.cell + i, 0, 2);
-        a.cell += bytes;
-        a.run--;
-    }
+// How far from a key (and its value) of the tile, in bytes, that of the next tile lies; 0 if there is none.
+INLINE int64_t next_from(const KeyTile& t, int64_t key) {
+    const int64_t position = t.next.position + key;
+    if (position >= t.next.end) return 0;
+    return key_at({t.cells.cache, t.next.block_table, t.next.kv_head}, position) - key_at(t.cells, t.start + key);
 }
 
-INLINE void fetch_some(CellsAhead& a, int64_t work) {
-    a.due += work * a.each;
-    if (a.due >= 256) fetch_due(a);
+INLINE void fetch(const void* from, int64_t distance, int64_t bytes) {
+    const char* line = static_cast<const char*>(from) + distance;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(line + i, 0, 2);
 }
 
 // keys [from, from + count) of one kv head, within one block, into lanes [lane, …) of the tile.
 template <class T>
-INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, int64_t lane, CellsAhead& ahead) {
+INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, int64_t lane) {
     const int64_t words = head_dim / kPair<T>;
     int64_t j = 0;
     for (; j + kWidth <= count; j += kWidth) {
@@ -125,7 +90,6 @@ INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, i
             transpose(square);
             UNROLL
             for (int i = 0; i < kWidth; i++) store_as(keys + ((w + i) * kKeyTile + lane + j) * kPair<T>, square[i]);
-            fetch_some(ahead, (kWidth * kWidth + words - 1) / words);
         }
         for (int64_t d = w * kPair<T>; d < head_dim; d++)
             for (int i = 0; i < kWidth; i++)
@@ -136,12 +100,9 @@ INLINE void pack_keys(const T* from, int64_t count, int64_t head_dim, T* keys, i
             keys[(d / kPair<T> * kKeyTile + lane + j) * kPair<T> + d % kPair<T>] = from[j * head_dim + d];
 }
 
-INLINE void pack_values(const float* from, int64_t count, int64_t head_dim, float* values, int64_t head, int64_t lane,
-                        CellsAhead& ahead) {
-    for (int64_t j = 0; j < count; j++) {
+INLINE void pack_values(const float* from, int64_t count, int64_t head_dim, float* values, int64_t head, int64_t lane) {
+    for (int64_t j = 0; j < count; j++)
         __builtin_memcpy(values + (lane + j) * head, from + j * head_dim, static_cast<size_t>(head_dim) * 4);
-        fetch_some(ahead, 1);
-    }
 }
 
 #if defined(__AVX512BW__)
@@ -156,9 +117,8 @@ INLINE void store_pairs(__m512i even, __m512i odd, uint16_t* to) {
 #endif
 
 INLINE void pack_values(const uint16_t* from, int64_t count, int64_t head_dim, uint16_t* values, int64_t head,
-                        int64_t lane, CellsAhead& ahead) {
+                        int64_t lane) {
     for (int64_t j = 0; j < count;) {
-        fetch_some(ahead, 2);
         const uint16_t* row = from + j * head_dim;
         uint16_t* to = values + (lane + j) / 2 * head * 2;
         int64_t d = 0;
@@ -191,10 +151,11 @@ INLINE void clear_values(T* values, int64_t head, int64_t lane, int64_t end) {
     for (int64_t i = lane * head; i < end * head; i++) values[i] = 0;
 }
 
-// Fills scratch with keys [start, start + count), values followed by zeros up to the next key step.
+// Fills scratch with the tile's keys, and its values followed by zeros up to the next key step.
 template <class T>
-static void load_tile(const Cells& cells, int64_t start, int64_t count, const AttentionScratch<T>& s, CellsAhead& ahead) {
-    const CacheLayer& c = cells.cache;
+static void load_tile(const KeyTile& tile, const AttentionScratch<T>& s) {
+    const CacheLayer& c = tile.cells.cache;
+    const int64_t bytes = cell_bytes(c.format, c.head_dim);
     const auto numbers = [&](const char* from, [[maybe_unused]] int64_t cells_count) {
         if constexpr (sizeof(T) == 2)
             if (c.format == CacheFormat::int8) {
@@ -203,16 +164,19 @@ static void load_tile(const Cells& cells, int64_t start, int64_t count, const At
             }
         return reinterpret_cast<const T*>(from);
     };
-    for (int64_t lane = 0; lane < count;) {
-        const int64_t position = start + lane, in_block = c.block_size - position % c.block_size;
-        const int64_t run = min_of(count - lane, in_block);
+    for (int64_t lane = 0; lane < tile.count;) {
+        const int64_t position = tile.start + lane, in_block = c.block_size - position % c.block_size;
+        const int64_t run = min_of(tile.count - lane, in_block), ahead = next_from(tile, lane);
         // The rest of the block, whatever is there: whole squares are faster, and scores of unseen keys go unused.
         const int64_t most = min_of(kKeyTile - lane, in_block);
-        pack_keys(numbers(key_at(cells, position), most), most, c.head_dim, s.keys, lane, ahead);
-        pack_values(numbers(value_at(cells, position), run), run, c.head_dim, s.values, s.head, lane, ahead);
+        const char *keys = key_at(tile.cells, position), *values = value_at(tile.cells, position);
+        fetch(keys, ahead, run * bytes);
+        pack_keys(numbers(keys, most), most, c.head_dim, s.keys, lane);
+        fetch(values, ahead, run * bytes);
+        pack_values(numbers(values, run), run, c.head_dim, s.values, s.head, lane);
         lane += run;
     }
-    clear_values(s.values, s.head, count, rounded_up(count, kKeyStep));
+    clear_values(s.values, s.head, tile.count, rounded_up(tile.count, kKeyStep));
 }
 
 template <class T>

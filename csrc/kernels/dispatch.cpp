@@ -121,9 +121,10 @@ int64_t matmul_scratch_size(int64_t k) {
 }
 
 int64_t attention_scratch_size(int64_t queries, int64_t head_dim) {
-    const int64_t head = padded_head(head_dim), room = (queries + 15) / 16 * 16;
-    const int64_t partials = 2 * room * partial_size(head_dim), group = 4 * 16 * kKeyTile, cells = head_dim * kKeyTile / 2;
-    return partials + 2 * head * kKeyTile + room * (head + 17) + group + cells;
+    // In floats, what AttentionScratch<float> lays out; for bfloat16 it is less.
+    const int64_t head = padded_head(head_dim), room = (queries + kGroupQueries - 1) / kGroupQueries * kGroupQueries;
+    const int64_t tile = 2 * head * kKeyTile + 3 * kGroupQueries * kKeyTile + head_dim * kKeyTile / 2;
+    return tile + room * (head + 16 + 1) + 2 * room * partial_size(head_dim);
 }
 
 }  // namespace minivllm

@@ -17,7 +17,8 @@ namespace minivllm {
 
 constexpr int64_t kPanel = 32;         // outputs in a panel of a packed matrix
 constexpr int64_t kGroup = 32;         // quantised weights (along k) that share a scale
-constexpr int64_t kKeyTile = 128;       // keys that attention takes at a time, at multiples of 128
+constexpr int64_t kKeyTile = 64;        // keys that attention takes at a time, at multiples of 64
+constexpr int64_t kGroupQueries = 16;   // queries that meet such a tile together: a tile register's rows
 constexpr int64_t kExpBlock = 64;       // exponentials that are summed up apart
 constexpr int64_t kContextSplit = 512;  // keys that are summed up apart and then merged in order
 

@@ -57,6 +57,18 @@ INLINE void put(float* to, float x) { *to = x; }
 INLINE void put(uint16_t* to, float x) { *to = narrow(x); }
 INLINE void put(float* to, vf x) { store(to, x); }
 INLINE void put(uint16_t* to, vf x) { store_as(to, narrow(x)); }
+INLINE void put(float* to, vf x, vf next) {
+    store(to, x);
+    store(to + kWidth, next);
+}
+INLINE void put(uint16_t* to, vf x, vf next) {
+#if defined(__AVX512BF16__)
+    store_as(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)next, (__m512)x));
+#else
+    put(to, x);
+    put(to + kWidth, next);
+#endif
+}
 
 template <class T>
 INLINE void put_all(T* to, const float* from, int64_t n) {

@@ -291,9 +291,19 @@ INLINE vf max_of_rows(vf (&row)[kWidth]) {
 }
 
 // 2^x for x ≤ 127, by a polynomial of ours on [−½, ½] that is within 1e-7 and gives 2^0 = 1. Below −126, −inf
-// included, it is 0 (or a subnormal number); NaN stays NaN.
+// included, it is 0 (or a subnormal number); NaN stays NaN. For what becomes bfloat16, T, a shorter polynomial, within
+// 1e-4, is as good.
+template <class T = float>
 INLINE vf exp2(vf x) {
+    constexpr bool kShort = sizeof(T) == 2;
 #if defined(__AVX512F__)
+    if constexpr (kShort) {  // on [0, 1): what is above floor(x) is one instruction, and scalef takes floor(x) by itself
+        const vf r = (vf)_mm512_reduce_ps((__m512)x, 9);
+        vf p = fma(splat(0.07706717405f), r, splat(0.2276448474f));
+        p = fma(p, r, splat(0.6951168188f));
+        p = fma(p, r, splat(1.f));
+        return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
+    }
     const vf n = (vf)_mm512_roundscale_ps((__m512)x, 8);
 #else
     const vf clamped = max(splat(-127.f), x);
@@ -303,11 +313,16 @@ INLINE vf exp2(vf x) {
     x = clamped;
 #endif
     const vf r = x - n;
-    vf p = splat(0.001326472731f);
-    p = fma(p, r, splat(0.009671512991f));
-    p = fma(p, r, splat(0.05550733581f));
-    p = fma(p, r, splat(0.2402224243f));
-    p = fma(p, r, splat(0.6931470037f));
+    vf p;
+    if constexpr (kShort) {
+        p = fma(splat(0.05500893424f), r, splat(0.2422110011f));
+        p = fma(p, r, splat(0.6932829314f));
+    } else {
+        p = fma(splat(0.001326472731f), r, splat(0.009671512991f));
+        p = fma(p, r, splat(0.05550733581f));
+        p = fma(p, r, splat(0.2402224243f));
+        p = fma(p, r, splat(0.6931470037f));
+    }
     p = fma(p, r, splat(1.f));
 #if defined(__AVX512F__)
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);  // 0 if n is −inf, even though p is NaN then
