@@ -33,7 +33,8 @@ from minivllm.bench.cache_rows import Circumstances, rows
 from minivllm.bench.machine import processor_name
 from minivllm.bench.random_nanogpt import random_nanogpt
 from minivllm.bench.results import Row, append_rows, check_file, read_rows
-from minivllm.errors import ConfigError, MiniVLLMError, shown
+from minivllm.config import EngineConfig
+from minivllm.errors import ConfigError, MiniVLLMError, counted, shown
 from minivllm.executors.native import available_threads
 from minivllm.models.config import tensor_shapes
 from minivllm.models.pull import cache_directory
@@ -52,7 +53,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     # fmt: off
     add("--output", type=Path, default=ROOT / "benchmark_results.csv", help="CSV to append to")
     add("--label", default="kv-cache", help="written into each row (%(default)s)")
-    add("--resume", action="store_true", help="leave out the points that the CSV has under this label")
+    add("--resume", action="store_true",
+        help="leave out the points that the CSV has under this label with all modes")
     add("--model", help="a NanoGPT ckpt.pt, alias or path; default: the shape of GPT-2 124M, random weights")
     add("--prompt", default="Hi my name is", help="text to continue (%(default)s)")
     add("--prompt-tokens", type=_count, nargs="+", default=[None], metavar="N",
@@ -88,19 +90,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parsed
 
 
-def _natural(text: str) -> int:
+def _whole(text: str) -> int:
     try:
-        number = int(text)
+        return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number") from None
-    if number < 0:
+
+
+def _natural(text: str) -> int:
+    if (number := _whole(text)) < 0:
         raise argparse.ArgumentTypeError(f"{number} is less than 0")
     return number
 
 
 def _count(text: str) -> int:
-    if not (number := _natural(text)):
-        raise argparse.ArgumentTypeError("0 is less than 1")
+    if (number := _whole(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
 
 
@@ -111,6 +116,9 @@ def run(options: argparse.Namespace) -> list[Row]:
         MiniVLLMError: a wish that cannot be fulfilled, before anything is measured.
     """
     check_file(options.output)
+    EngineConfig(
+        options.model or "", threads=options.threads
+    )  # refuses a number that would exhaust the system
     use_threads(options.threads)
     path = _model_path(options)
     checkpoint = load_checkpoint(path)
@@ -135,7 +143,7 @@ def run(options: argparse.Namespace) -> list[Row]:
         torch_version=torch_version(),
     )
     sweep = Sweep(
-        modes=tuple(options.modes),
+        modes=tuple(dict.fromkeys(options.modes)),
         executor=options.executor,
         block_sizes=options.block_size,
         total_blocks=options.total_blocks,
@@ -155,8 +163,15 @@ def run(options: argparse.Namespace) -> list[Row]:
         if point.length > shape.max_position:
             raise ConfigError(f"{point} do not fit the model's context of {shape.max_position:,} tokens")
     if options.resume:
-        done = points_done(options.output, circumstances)
-        points = {point: prompt for point, prompt in points.items() if point not in done}
+        done = setups_done(options.output, circumstances)
+        missing = {
+            point: prompt
+            for point, prompt in points.items()
+            if any(_key(point, s.mode, s.executor, s.block_size) not in done for s in sweep.setups(point))
+        }
+        if left_out := len(points) - len(missing):
+            console.print(f"{counted(left_out, 'point')} left out: every mode is in {options.output} already")
+        points = missing
 
     written: list[Row] = []
     for i, (point, prompt) in enumerate(points.items()):
@@ -198,16 +213,23 @@ def git_commit() -> str:
     return commit + ("-dirty" if commit and changed else "")
 
 
-def points_done(output: Path, circumstances: Circumstances) -> set[Point]:
-    """The points that the CSV has under this label, of this model in this dtype on this machine."""
+def setups_done(output: Path, circumstances: Circumstances) -> set[tuple[str, ...]]:
+    """What the CSV has under this label, of this model, prompt and dtype on this machine, as ``_key``s."""
     c = circumstances
-    wanted = (c.benchmark_label, c.model, c.dtype, str(c.threads), str(c.seed), c.processor)
-    names = ("benchmark_label", "model", "dtype", "threads", "seed", "processor")
+    wanted = (c.benchmark_label, c.prompt, c.model, c.dtype, str(c.threads), str(c.seed), c.processor)
+    names = ("benchmark_label", "prompt", "model", "dtype", "threads", "seed", "processor")
+    key = ("prompt_tokens", "new_tokens", "concurrency", "mode", "executor", "block_size")
     return {
-        Point(int(row["prompt_tokens"]), int(row["new_tokens"]), int(row["concurrency"]))
+        tuple(row[name] for name in key)
         for row in read_rows(output)
         if tuple(row[name] for name in names) == wanted
     }
+
+
+def _key(point: Point, mode: str, executor: str, block_size: int | None) -> tuple[str, ...]:
+    """A setup at a point in the CSV's own words."""
+    return (*map(str, (point.prompt_tokens, point.new_tokens, point.concurrency)), mode, executor,
+            str(block_size or ""))  # fmt: skip
 
 
 @contextmanager
@@ -276,7 +298,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     Console(highlight=False, width=max(console.width, 120)).print(table(written))
-    console.print(f"{len(written)} rows appended to {options.output}")
+    console.print(f"{counted(len(written), 'row')} appended to {options.output}")
     if different := sum(row.matching_tokens != row.new_tokens for row in written):
         reason = "bfloat16 rounds near ties apart" if options.dtype == "bfloat16" else "a near tie, or a bug"
         console.print(f"[yellow]{different} of them generated other tokens than the first mode: {reason}")

@@ -7,13 +7,14 @@ Its text is noise: prompts are token ids, as ``mini-vllm bench`` makes them. Equ
 """
 
 import argparse
+import sys
 import zlib
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.bench.export import write_gguf, write_hf
+from minivllm.errors import ConfigError
 from minivllm.models.config import ModelConfig, tensor_shapes
 from minivllm.models.rope import as_config_field, inverse_frequencies
 from minivllm.models.weights import Checkpoint, StoredTensor
@@ -58,6 +59,10 @@ def main() -> None:
     parser.add_argument("--type", default="BF16", choices=["F16", "BF16", "Q8_0", "Q4_0"], help="of a GGUF")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    try:
+        from minivllm.bench.export import write_gguf, write_hf
+    except ConfigError as error:  # no gguf package
+        sys.exit(f"make_random_model.py: {error}")
     checkpoint = random_checkpoint(arguments.shape, arguments.seed)
     if arguments.out.suffix == ".gguf":
         write_gguf(checkpoint, arguments.out, arguments.type)

@@ -199,6 +199,7 @@ void Decoder::matmul(const PackedMatrix& m, const AlignedBuffer& x, int64_t x_ro
 }
 
 void Decoder::sample(const SamplingBatch& sampling, StepResult& result) {
+    // Rows whose logits are in memory at once: whole register tiles of the matmul (kTileRows).
     const int64_t slice = std::clamp<int64_t>(kLogitBytes / (4 * vocab_stride_), 6, kLogitRows) / 6 * 6;
     std::atomic<int64_t> failed{result.num_rows};  // the lowest such row
     const auto num_yielding = static_cast<int64_t>(yielding_.size());

@@ -52,7 +52,7 @@ uint64_t read_plain(const void* from, int64_t bytes) {
     return a[0] ^ a[1];
 }
 
-// Without any instruction of its own: what the compiler makes of 16 chains of float32, four to a vector.
+// Without any instruction of its own: what the compiler makes of 32 chains of float32, four to a vector.
 void multiply_plain(int64_t rounds) {
     typedef float v4 __attribute__((vector_size(16)));
     v4 sums[8] = {};

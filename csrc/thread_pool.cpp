@@ -30,7 +30,7 @@ bool spin(std::chrono::microseconds limit, const Done& done) {
     return done();
 }
 
-// A helper bridges the time between two steps of one sequence, of 100 to 150 µs, so that it is there at once. The
+// A helper bridges the time between two steps of one sequence, about 100 µs, so that it is there at once. The
 // caller sleeps earlier: the system may then move a helper that waits for its core to the caller's.
 constexpr std::chrono::microseconds kHelperSpin{200}, kCallerSpin{50};
 

@@ -192,9 +192,27 @@ def test_a_sweep_that_was_cut_short_goes_on(benchmark: ModuleType, tiny: Path, t
 
 
 @pytest.mark.torch
+def test_going_on_leaves_out_only_what_was_asked_for_already(
+    benchmark: ModuleType, tiny: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "results.csv"
+    wish = ("--warmup-runs", "0", "--timed-runs", "1", "--resume", "--new-tokens", "5")
+    run(benchmark, tiny, output, *wish, "--modes", "kv_cache")
+    run(benchmark, tiny, output, *wish, "--modes", "kv_cache", "kv_cache_native")  # another mode
+    run(benchmark, tiny, output, *wish, "--modes", "kv_cache", "--block-size", "8")
+    run(benchmark, tiny, output, *wish, "--modes", "kv_cache", "--prompt", "Another")
+    run(benchmark, tiny, output, *wish, "--modes", "kv_cache", "--executor", "native")
+    before = written(output)
+    assert len(before) == 6
+    run(benchmark, tiny, output, *wish, "--modes", "kv_cache", "kv_cache_native")
+    assert written(output) == before
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--threads", "99999"), "threads is 99999; it must be from 1 to 1,024"),
         (("--new-tokens", "5", "200"), "do not fit the model's context of 128 tokens"),
         (("--new-tokens", "100", "--concurrency", "40"), "take 320 blocks of 16, but --total-blocks is 128"),
         (
@@ -288,6 +306,31 @@ def test_another_file_is_left_alone(tmp_path: Path, content: str, words: str) ->
     assert output.read_text() == content
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"2026,x,cpu\n", "row 2 has 3 cells, not"),
+        (b"2026,\xff\n", "can't decode byte 0xff"),
+        (b'"' + b"x" * 200_000 + b'"\n', "field larger than field limit"),
+    ],
+)
+def test_a_damaged_row_is_named(tmp_path: Path, line: bytes, words: str) -> None:
+    output = tmp_path / "results.csv"
+    append_rows(output, [row()])
+    with output.open("ab") as file:
+        file.write(line)
+    for refused in (lambda: check_file(output), lambda: read_rows(output)):
+        with pytest.raises(ConfigError, match=words):
+            refused()
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/full"), tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match="it is no regular file"):
+            check_file(path)
+
+
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none" / "results.csv", tmp_path):
         with pytest.raises(ConfigError, match="cannot be written"):
@@ -349,9 +392,22 @@ def test_pictures_show_the_latest_rows_of_one_machine(results: Path, tmp_path: P
         "concurrency": 1,
         "executor": "baseline",
     }
-    latest = row(**common, **point, mode="no_kv_cache", block_size=None, avg_seconds=77.0)
-    append_rows(again, [row(), latest])  # the first is of another machine
-    assert len(plots.read(again)) == len(rows) and 77 in set(plots.read(again).avg_seconds)
+    alone = row(**common, **point, mode="no_kv_cache", block_size=None, avg_seconds=77.0)
+    append_rows(again, [row(), alone])  # the first is of another machine
+    # What was measured together stays together: a machine drifts.
+    assert len(plots.read(again)) == len(rows) and 77 not in set(plots.read(again).avg_seconds)
+    setups = {"no_kv_cache": None, "kv_cache_no_paging": 21, "kv_cache": 16, "kv_cache_native": 16}
+    executors = {"no_kv_cache": "baseline", "kv_cache_native": "native"}
+    append_rows(
+        again,
+        [
+            row(**common, **point | {"executor": executors.get(mode, "torch")}, mode=mode, block_size=size,
+                timestamp_utc="2099", speedup_vs_no_cache=1.0, avg_seconds=99.0)
+            for mode, size in setups.items()
+        ],
+    )  # fmt: skip
+    shown = plots.read(again)
+    assert len(shown) == len(rows) and list(shown.avg_seconds).count(99) == 4
     append_rows(again, [row(mode="no_kv_cache", executor="baseline")])
     assert len(plots.read(again)) == 1
     for plot in plots.PLOTS.values():  # all but nothing to show

@@ -5,6 +5,9 @@
 #include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
 
+#include <exception>
+#include <system_error>
+
 #include "decoder.h"
 
 namespace nb = nanobind;
@@ -199,9 +202,18 @@ void load(Decoder& decoder, const std::string& name, nb::ndarray<nb::ro, nb::c_c
     decoder.load(name, data.data(), stored, rows, columns);
 }
 
+void translate(const std::exception_ptr& exception, void*) {
+    try {
+        std::rethrow_exception(exception);
+    } catch (const std::system_error& error) {  // of the thread pool: the system gives no more threads
+        PyErr_SetString(PyExc_OSError, error.what());
+    }
+}
+
 }  // namespace
 
 void bind_decoder(nb::module_& module) {
+    nb::register_exception_translator(translate);
     module.def("supported_isas", &supported_isas,
                "Instruction sets that this build has kernels for and this processor runs, best first.");
     nb::class_<Decoder>(module, "Decoder", "One step of a decoder over a paged KV pool (csrc/decoder.h).")

@@ -8,7 +8,7 @@
 // merged in order. So a row's result is the same whoever computes which splits, and whatever rows keep it company:
 // for each query and tile, a score is reduced over head_dim and a weighted value over the keys in one order, by the
 // same instructions for a single row as for many. A key that a query does not see has weight 0, which adds nothing;
-// no row's result depends on what lies in the cache beyond its own position.
+// as long as all is finite, no row's result depends on what lies in the cache beyond its own position.
 //
 // A tile of K and V is repacked in scratch memory once for all query rows and heads of the group, so that queries
 // times keys, and weights times values, are both products as the matrix kernels have them. A few queries use a

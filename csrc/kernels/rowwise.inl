@@ -17,7 +17,7 @@ INLINE vf erfc(vf x, vf power) {
 INLINE vf activate(Activation kind, vf x) {
     switch (kind) {
         case Activation::silu: {
-            const vf y = max(splat(-87.f), x);  // there it is 0
+            const vf y = max(splat(-87.f), x);  // silu is nearly 0 there
             return y * reciprocal(1.f + exp2(max(splat(-126.f), y * -1.44269504f)));
         }
         case Activation::gelu: {  // x · Φ(x), Φ(x) = erfc(−x / √2) / 2

@@ -91,7 +91,7 @@ INLINE vf min(vf a, vf b) {
 #endif
 }
 
-// 1 / x for normal x and 1 / x, rounded nearly always as a division would.
+// 1 / x, rounded nearly always as a division would, where neither x nor 1 / x is subnormal.
 INLINE vf reciprocal(vf x) {
 #if defined(__AVX512F__)
     const vf rough = (vf)_mm512_rcp14_ps((__m512)x);  // to 14 bits; one step of Newton's method doubles them

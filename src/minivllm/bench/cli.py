@@ -141,7 +141,7 @@ def plot(
     csv: Annotated[Path, typer.Argument(metavar="CSV", help="As benchmark.py writes it.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the pictures.")] = Path("."),
 ) -> None:
-    """Draw benchmark.py's results as PNG files. Needs pandas and matplotlib (the extra [bench])."""
+    """Draw benchmark.py's results as PNG files. Needs pandas and matplotlib (the extra \\[bench])."""
     from minivllm.bench.plots import save_all
 
     for path in save_all(csv, output):

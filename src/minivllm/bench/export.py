@@ -12,14 +12,18 @@ import struct
 from pathlib import Path
 from typing import Any, Literal
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
-from minivllm.errors import ModelError
+from minivllm.errors import ConfigError, ModelError
 from minivllm.models.config import ModelConfig, tensor_shapes
 from minivllm.models.rope import inverse_frequencies
 from minivllm.models.weights import Checkpoint
+
+try:
+    import gguf
+except ImportError as error:
+    raise ConfigError("models for other engines are written with gguf: pip install '.[bench]'") from error
 
 GGUFType = Literal["F16", "BF16", "Q8_0", "Q4_0"]
 Floats = npt.NDArray[np.float32]

@@ -33,14 +33,16 @@ _MODES = {
 }
 _EXECUTORS = {"baseline": "PyTorch", "torch": "PyTorch", "native": "native"}
 _SAME = ["model", "processor", "threads", "seed"]  # of rows that may share a picture
-_SETUP = ["mode", "executor", "dtype", "prompt_tokens", "new_tokens", "concurrency", "block_size"]
+_POINT = ["dtype", "prompt_tokens", "new_tokens", "concurrency"]
+_SETUP = ["mode", "executor", "block_size", *_POINT]
 
 
 def read(csv: Path | str) -> pd.DataFrame:
     """The rows that can be compared with the last one: of its model, on its machine.
 
-    Of several measurements of one setup it is the latest. Columns are the CSV's, and ``series``, the name of
-    the line that a row is on.
+    Of several measurements of one setup it is the one beside the most other modes (a machine drifts: only
+    what was measured together can be compared), and of these the latest. Columns are the CSV's, and
+    ``series``, the name of the line that a row is on.
 
     Raises:
         ConfigError: the file is not such a CSV, or has no rows.
@@ -55,8 +57,9 @@ def read(csv: Path | str) -> pd.DataFrame:
         rows[column] = pd.to_numeric(rows[column], errors="coerce")
     rows = rows[(rows[_SAME] == rows[_SAME].iloc[-1]).all(axis=1)]
     rows.loc[(rows["mode"] == "kv_cache") & (rows["executor"] == "native"), "mode"] = "kv_cache_native"
-    # Latest last; but one that was measured beside the baseline says more.
-    rows = rows.sort_values("speedup_vs_no_cache", key=lambda s: s.notna(), kind="stable")
+    together = rows.groupby(["timestamp_utc", *_POINT])["mode"].transform("nunique")
+    rows = rows.assign(beside_baseline=rows.speedup_vs_no_cache.notna(), together=together)
+    rows = rows.sort_values(["beside_baseline", "together"], kind="stable")  # the latest last
     rows = rows.drop_duplicates(_SETUP, keep="last").sort_values(["prompt_tokens", "new_tokens"])
     return rows.assign(series=[_series(*row) for row in rows[["mode", "executor", "dtype"]].to_numpy()])
 
@@ -69,7 +72,7 @@ def caption(rows: pd.DataFrame) -> str:
 
 def runtime(rows: pd.DataFrame) -> Figure:
     """Seconds against generated length, a line for each mode: mean, and fastest to slowest run."""
-    single = _one_request(rows)
+    single = one_request(rows)
     prompts = _lengths(single, "prompt_tokens")
     figure, axes = _panels(rows, len(prompts), 2, "How long one request takes")
     for row_axes, prompt in zip(axes, prompts, strict=False):
@@ -93,7 +96,7 @@ def runtime(rows: pd.DataFrame) -> Figure:
 
 def speedup(rows: pd.DataFrame) -> Figure:
     """How many times faster than without a cache, against generated length. float32."""
-    single = _one_request(_with_speedup(rows))
+    single = one_request(_with_speedup(rows))
     prompts = _lengths(single, "prompt_tokens")
     figure, axes = _panels(rows, len(prompts), 1, "What the KV cache is worth to one request")
     for (panel,), prompt in zip(axes, prompts, strict=False):
@@ -106,7 +109,7 @@ def speedup(rows: pd.DataFrame) -> Figure:
 
 def throughput(rows: pd.DataFrame) -> Figure:
     """Tokens a second by mode, at a few lengths."""
-    single = _one_request(rows)
+    single = one_request(rows)
     single = single[single.prompt_tokens == single.prompt_tokens.min()]
     modes = single.groupby("new_tokens").series.nunique()  # the lengths that most modes have, four of them
     lengths = [int(length) for length in modes.index[modes == modes.max()]]
@@ -236,7 +239,8 @@ def _usual_blocks(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[(paged & rows.block_size.isin(usual[:1])) | contiguous | (rows["mode"] == "no_kv_cache")]
 
 
-def _one_request(rows: pd.DataFrame) -> pd.DataFrame:
+def one_request(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a single request, of the block size that most have."""
     return _usual_blocks(rows[rows.concurrency == 1])
 
 

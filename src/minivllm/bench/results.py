@@ -15,7 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO
 
-from minivllm.errors import ConfigError, shown
+from minivllm.errors import ConfigError, counted, shown
 
 
 @dataclass(frozen=True)
@@ -111,19 +111,32 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows as the file has them, by column; none if there is no file.
 
     Raises:
-        ConfigError: the file is something else than such a CSV.
+        ConfigError: the file is something else than such a CSV, or damaged.
     """
     if not path.exists():
         return []
     with _locked(path) as file:
         _check(path, file)
         file.seek(0)
-        return list(csv.DictReader(io.StringIO(file.read().decode())))
+        data = file.read()
+    try:
+        lines = list(csv.reader(io.StringIO(data.decode(), newline="")))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} is damaged: {error}; give another file, or mend it") from None
+    for number, cells in enumerate(lines[1:], start=1):
+        if len(cells) != len(COLUMNS):
+            raise ConfigError(
+                f"{path} is damaged: row {number} has {counted(len(cells), 'cell')}, not {len(COLUMNS)}; "
+                "give another file, or mend it"
+            )
+    return [dict(zip(COLUMNS, cells, strict=True)) for cells in lines[1:]]
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[BinaryIO]:
     """The file, opened to read and append, with nobody else in it."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"the results cannot be written to {path}: it is no regular file")
     with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
         yield file
@@ -144,9 +157,7 @@ def _check(path: Path, file: BinaryIO) -> bool:
         pairs = enumerate(zip_longest(columns, COLUMNS, fillvalue=None), start=1)
         place, (theirs, ours) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
         difference = f"column {place} is {shown(theirs)}, not {shown(ours)}"
-        raise ConfigError(
-            f"{path} has another header than these results ({difference}); give another file as --output"
-        )
+        raise ConfigError(f"{path} has another header than these results ({difference}); give another file")
     file.seek(-1, os.SEEK_END)
     if file.read(1) != b"\n":
         raise ConfigError(f"{path} ends in the middle of a line; complete or remove its last line")

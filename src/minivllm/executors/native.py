@@ -75,7 +75,10 @@ class NativeExecutor:
         self._checkpoint = checkpoint  # for its fingerprint; its weights stay in their file
         self._number_formats = {"dtype": dtype, "quantization": quantization or "none"}
         formats = matrix_formats(checkpoint, dtype, quantization)
-        self._decoder = Decoder(checkpoint.config, pool, dtype, formats, threads, isa)
+        try:
+            self._decoder = Decoder(checkpoint.config, pool, dtype, formats, threads, isa)
+        except OSError as error:
+            raise ConfigError(f"{threads} threads cannot be started: {error}; use fewer threads") from error
         for tensor in checkpoint.tensors():
             self._decoder.load(tensor.name, tensor.data, tensor.dtype)
         self._decoder.check_complete()

@@ -181,7 +181,7 @@ class KVCache:
         if table is None:
             table = _Table(array("i"))
         held = len(table.block_ids)
-        missing = max(0, -(-num_tokens // self.block_size) - held)
+        missing = max(0, self.blocks_for(num_tokens) - held)
         index = sequence.num_computed_tokens // self.block_size  # of the first block that is written to
         # Nobody writes to published blocks; they may be shared.
         copied = table.num_published <= index < held and self._is_shared(table.block_ids[index])
@@ -376,7 +376,7 @@ class KVCache:
 
     def _block_tables(self, plan: Seq[ScheduledSequence], context_lens: Seq[int]) -> IntArray:
         """[S, W] int32, each row the blocks of that sequence's context, then zeros."""
-        widths = [-(-length // self.block_size) for length in context_lens]
+        widths = [self.blocks_for(length) for length in context_lens]
         tables = np.zeros((len(plan), max(widths, default=0)), np.int32)
         for row, width, scheduled in zip(tables, widths, plan, strict=True):
             row[:width] = self._tables[scheduled.sequence].block_ids[:width]

@@ -17,7 +17,7 @@ PARTS = (  # share, what it is
     ("external", "free"),
 )
 _STYLES = (("█", "green"), ("▓", "yellow"), ("▒", "red"), ("░", "bright_black"))
-_BAR = 40  # characters
+_MOST_BAR, _LEAST_BAR, _OTHER_COLUMNS = 40, 10, 72  # characters
 
 
 def print_report(report: MemoryReport, console: Console) -> None:
@@ -30,7 +30,8 @@ def print_report(report: MemoryReport, console: Console) -> None:
     )
     model = f"the real model {setting.real}, for ours; the others'" if setting.real else "simulated"
     console.print(f"steps      {model}: {report.cost}")
-    console.print(_memory(report.schemes, setting.workload))
+    bar = max(_LEAST_BAR, min(_MOST_BAR, console.width - _OTHER_COLUMNS))
+    console.print(_memory(report.schemes, setting.workload, bar))
     console.print(_running(report.schemes, setting.workload))
     if report.rates:
         console.print(_rates(report.rates))
@@ -44,7 +45,7 @@ def all_figures(comparison: Comparison) -> dict[str, Figures]:
     return {"paged": comparison.paged, **comparison.contiguous}
 
 
-def _memory(comparison: Comparison, workload: str) -> RenderableType:
+def _memory(comparison: Comparison, workload: str, bar: int) -> RenderableType:
     full = "while requests wait for memory" if comparison.paged.saturated else "not full: nobody waited"
     title = f"KV memory, {comparison.title}, {comparison.rate:.3g} requests a second, {full}"
     table = Table(title=title, title_justify="left", box=None)
@@ -55,7 +56,7 @@ def _memory(comparison: Comparison, workload: str) -> RenderableType:
         shares = [getattr(figures, part) for part, _ in PARTS]
         cells = [f"{share:.1%}" for share in shares]
         published = f"{paper.FIGURES[name].tokens} %" if workload == "sharegpt" else ""
-        table.add_row(name, _bar(shares), *cells, published)
+        table.add_row(name, _bar(shares, bar), *cells, published)
     note = (
         "Reserved: empty, its holder will fill it. Lost: empty, its holder has no use for it. "
         "Free: held by nobody, or lost between pieces of the wrong size."
@@ -63,10 +64,10 @@ def _memory(comparison: Comparison, workload: str) -> RenderableType:
     return Group("", table, note, *(["The paper's: Figure 2."] if workload == "sharegpt" else []))
 
 
-def _bar(shares: list[float]) -> Text:
+def _bar(shares: list[float], characters: int) -> Text:
     text, begin = Text(), 0.0
     for share, (mark, colour) in zip(shares, _STYLES, strict=True):
-        length = round((begin + share) * _BAR) - round(begin * _BAR)
+        length = round((begin + share) * characters) - round(begin * characters)
         text.append(mark * length, style=colour)
         begin += share
     return text
