@@ -116,9 +116,7 @@ def run(options: argparse.Namespace) -> list[Row]:
         MiniVLLMError: a wish that cannot be fulfilled, before anything is measured.
     """
     check_file(options.output)
-    EngineConfig(
-        options.model or "", threads=options.threads
-    )  # refuses a number that would exhaust the system
+    EngineConfig(options.model or "default", threads=options.threads)  # refuses what exhausts the system
     use_threads(options.threads)
     path = _model_path(options)
     checkpoint = load_checkpoint(path)

@@ -212,7 +212,6 @@ def test_going_on_leaves_out_only_what_was_asked_for_already(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--threads", "99999"), "threads is 99999; it must be from 1 to 1,024"),
         (("--new-tokens", "5", "200"), "do not fit the model's context of 128 tokens"),
         (("--new-tokens", "100", "--concurrency", "40"), "take 320 blocks of 16, but --total-blocks is 128"),
         (
@@ -259,6 +258,13 @@ def test_defaults_are_the_originals(benchmark: ModuleType) -> None:
     assert (options.output, options.prompt) == (ROOT / "benchmark_results.csv", "Hi my name is")
     assert (options.new_tokens, options.total_blocks, options.block_size) == ([200], 128, [16])
     assert (options.warmup_runs, options.timed_runs, options.modes) == (1, 3, MODES)
+
+
+@pytest.mark.torch
+def test_too_many_threads_are_refused_before_a_model_is_made(benchmark: ModuleType, tmp_path: Path) -> None:
+    options = benchmark.parse_arguments(["--threads", "99999", "--output", str(tmp_path / "results.csv")])
+    with pytest.raises(ConfigError, match="threads is 99999; it must be from 1 to 1,024"):
+        benchmark.run(options)
 
 
 def row(**changes: Any) -> Row:
