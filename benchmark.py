@@ -28,7 +28,7 @@ from rich.table import Table
 
 import minivllm
 from minivllm.bench.baseline import cuda_available, torch_version, use_threads
-from minivllm.bench.cache_modes import Bench, Mode, Point, Sweep, prompt_ids
+from minivllm.bench.cache_modes import Bench, Mode, Point, Setup, Sweep, prompt_ids
 from minivllm.bench.cache_rows import Circumstances, rows
 from minivllm.bench.machine import processor_name
 from minivllm.bench.random_nanogpt import random_nanogpt
@@ -165,7 +165,7 @@ def run(options: argparse.Namespace) -> list[Row]:
         missing = {
             point: prompt
             for point, prompt in points.items()
-            if any(_key(point, s.mode, s.executor, s.block_size) not in done for s in sweep.setups(point))
+            if any(_key(point, setup) not in done for setup in sweep.setups(point))
         }
         if left_out := len(points) - len(missing):
             console.print(f"{counted(left_out, 'point')} left out: every mode is in {options.output} already")
@@ -224,10 +224,10 @@ def setups_done(output: Path, circumstances: Circumstances) -> set[tuple[str, ..
     }
 
 
-def _key(point: Point, mode: str, executor: str, block_size: int | None) -> tuple[str, ...]:
+def _key(point: Point, setup: Setup) -> tuple[str, ...]:
     """A setup at a point in the CSV's own words."""
-    return (*map(str, (point.prompt_tokens, point.new_tokens, point.concurrency)), mode, executor,
-            str(block_size or ""))  # fmt: skip
+    at = (point.prompt_tokens, point.new_tokens, point.concurrency)
+    return (*map(str, at), setup.mode, setup.executor, str(setup.block_size or ""))
 
 
 @contextmanager
