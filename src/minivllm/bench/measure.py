@@ -138,6 +138,7 @@ def measure(config: EngineConfig, plan: Plan, progress: Progress = lambda text: 
         for i in range(-1, plan.runs):  # the first one warms up
             progress("warming up" if i < 0 else f"run {i + 1} of {plan.runs}")
             bandwidths += [machine.read_bandwidth()] * (i >= 0)
+            engine.reset_prefix_cache()  # a run is a first one, in memory that the one before it has touched
             run = run_engine(engine, random_prompts(rng, engine.vocab_size, shape), shape.output_len)
             ours += [run] * (i >= 0)
             for peer in list(theirs):
